@@ -1,0 +1,1 @@
+"""dewconv: decoder checkpoints between Hugging Face safetensors and JAX parameter banks."""

@@ -1,0 +1,173 @@
+"""The records a decoder is described with: plain frozen values, JSON-able, importable without JAX.
+
+Every name, field and default is the decoder reference's. Records whose machinery this release does not build
+(latent attention, AltUp, hyper-connections, …) are present so that the record of a decoder is complete; the
+decoder refuses them by name when they are set (`CausalTransformer.refuse_unbuildable_fields`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GatedActivation = Literal["swiglu", "geglu", "geglu_exact"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A rescaling of rotary frequencies that keeps cos and sin at amplitude 1.
+
+    rope_type "linear" divides every inverse frequency by `factor`; "llama3" is Llama 3.1's ramp, which divides
+    the frequencies of wavelength above `original_max_position_embeddings / low_freq_factor`, keeps those below
+    `original_max_position_embeddings / high_freq_factor` and blends between
+    (transformers 5.24 `modeling_rope_utils`, linear and llama3).
+    """
+
+    rope_type: Literal["linear", "llama3"] = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): per-frequency interpolation and an amplitude on cos and sin.
+
+    The amplitude is `attention_factor` when stated; else m(mscale)/m(mscale_all_dim) when both are non-zero;
+    else m(1), with m(s) = 0.1 s ln(factor) + 1 for factor > 1 and 1 otherwise. `truncate` rounds the
+    correction range outwards to whole dimensions (transformers 5.24 `modeling_rope_utils`, yarn).
+    """
+
+    factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class MixerBase:
+    """A token mixer named as a value. None in its place is grouped-query causal attention."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the layers of one kind in the pattern do differently; None rides the model's value.
+
+    window: keys a layer attends, its own included. chunk: attend only keys whose position shares the query's
+    `position // chunk`. A kind sets a window or a chunk, not both.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    num_kv_heads: int | None = None
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    yarn: YarnScaling | None = None
+    head_dim: int | None = None
+    mixer: MixerBase | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts some layers route to, and how the router chooses (the decoder reference, `Mixture`)."""
+
+    experts: int
+    top_k: int = 2
+    layers: tuple[int, ...] | None = None
+    every: int | None = None
+    score_function: str = "softmax"
+    norm_topk_prob: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score: str = "top2"
+    bias: bool = False
+    scale_inputs: bool = False
+    parallel: bool = False
+    expert_features: int | None = None
+    shared_features: int = 0
+    shared_gate: bool = False
+    implementation: str = "auto"
+    dispatch: str = "global"
+    capacity_factor: float | None = None
+    hash_layers: tuple[int, ...] | None = None
+    latent_features: int | None = None
+    latent_norm: bool = False
+
+
+@dataclass(frozen=True)
+class BlockWiring:
+    """How a block norms its two residuals, and whether it scales its output.
+
+    pre_norms alone is the plain pre-norm block, both pairs Gemma's sandwich block, output_norms alone OLMo 3's
+    post-norm block (transformers 5.24 `Olmo3DecoderLayer`).
+    """
+
+    pre_norms: bool = True
+    output_norms: bool = False
+    layer_scalar: Literal["frozen", "trainable"] | None = None
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """How attention layers store the decode cache: `layout` dense or paged, `dtype` the stored element type
+    (None is the compute dtype) or a quantised one."""
+
+    layout: Literal["dense", "paged"] = "dense"
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Gemma 3n's alternating updates (transformers 5.24 `Gemma3nTextAltUp`)."""
+
+    num_inputs: int = 4
+    active_idx: int = 0
+    coef_clip: float | None = 120.0
+    correct_scale: bool = True
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections: `hc_mult` residual streams."""
+
+    hc_mult: int = 4
+    sinkhorn_iters: int = 20
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class AttentionResiduals:
+    """Kimi K3's softmax over finished blocks of layers, `block_size` layers a block."""
+
+    block_size: int = 4
+
+
+@dataclass(frozen=True)
+class ResidualSite:
+    """A layer's place among the blocks of attention residuals."""
+
+    block: int
+    first: bool
+    last: bool
+
+
+RECORDS: dict[str, type[Any]] = {
+    record.__name__: record
+    for record in (
+        RopeScaling,
+        YarnScaling,
+        LayerKind,
+        Mixture,
+        KVCache,
+        AltUp,
+        HyperConnections,
+        AttentionResiduals,
+    )
+}
+"""The records a decoder field may hold, by class name."""
