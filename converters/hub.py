@@ -1,0 +1,96 @@
+"""Fetching a checkpoint's files from the Hugging Face hub, and what is said when that fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .errors import ConversionError
+
+ALLOW = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+)
+IGNORE = ("*/*.safetensors", "onnx/*", "coreml/*", "openvino/*", ".git/*")
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_HUB_ID = re.compile(f"{_PART}/{_PART}")
+
+
+def is_hub_id(target: str) -> bool:
+    """Whether `target` is spelled like a hub id, `org/name`."""
+    return _HUB_ID.fullmatch(target) is not None and not target.endswith((".safetensors", ".json"))
+
+
+def snapshot(
+    repo: str,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path | None = None,
+    offline: bool = False,
+) -> Path:
+    """The local snapshot directory of `repo` at `revision`, downloaded when the cache lacks it.
+
+    The library's own environment is honoured (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN). Raises
+    ConversionError with one line for each way this fails; the token appears in none.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    at = repo if revision is None else f"{repo} at revision {revision}"
+    try:
+        path = snapshot_download(
+            repo,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=offline,
+            allow_patterns=list(ALLOW),
+            ignore_patterns=list(IGNORE),
+        )
+    except errors.GatedRepoError:
+        raise ConversionError(
+            f"{at}: the repository is gated; accept its terms on the hub and give a token that has access (HF_TOKEN)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConversionError(f"{repo}: the hub has no revision {revision!r}") from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ConversionError(_not_cached(at, error, offline)) from None
+    except errors.HfHubHTTPError as error:
+        raise ConversionError(_refused(at, error.response.status_code)) from None
+    except errors.HFValidationError:
+        raise ConversionError(f"{repo}: neither an existing directory nor a valid hub id") from None
+    except OSError as error:
+        raise ConversionError(f"{at}: the download failed ({type(error).__name__}); try again") from None
+    return Path(path)
+
+
+def _refused(at: str, status: int) -> str:
+    if status in (401, 404):
+        return (
+            f"{at}: the hub knows no such repository, or it is private ({status}); check the spelling, "
+            "or give a token that has access (HF_TOKEN)"
+        )
+    if status == 403:
+        return f"{at}: access is forbidden (403); the token given has no access to this repository"
+    return f"{at}: the hub answered with status {status}; try again later"
+
+
+def _not_cached(at: str, error: Exception, offline: bool) -> str:
+    from huggingface_hub import constants, errors
+
+    cause = error.__cause__
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refused(at, cause.response.status_code)
+    if isinstance(error, errors.IncompleteSnapshotError):
+        return f"{at}: the cached copy is incomplete and the hub cannot be reached; go online to finish it"
+    if offline or constants.HF_HUB_OFFLINE:
+        return f"{at}: not in the local cache, and offline mode is on; go online or give a local directory"
+    return f"{at}: not in the local cache, and the hub cannot be reached; check the connection"

@@ -1,0 +1,317 @@
+"""A source: a Hugging Face checkpoint as a config, a table of tensors and side files, read from headers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConversionError, Finding, FindingsError
+from .hub import is_hub_id, snapshot
+from .safetensors_files import Header, MappedFile, TensorEntry, read_header
+from .side_files import PICKLES, SideFile, Skipped, allowed_roots, is_inside, survey
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SNAPSHOT_REPOSITORY = re.compile(r"models--(.+?)--(.+)")
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of a source: which shard holds it, and its header entry there."""
+
+    name: str
+    file: str
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose headers have been read; its weights have not.
+
+    label: what the user called it. repo, commit: the hub's names for it, when it came from there. config: the parsed
+    config.json in its own key order, config_text its bytes. headers: shard name -> header. tensors: tensor name ->
+    where it is. index_text: the index file's bytes, None for a single file. notices: what is worth saying.
+    """
+
+    label: str
+    root: Path
+    config: Mapping[str, Any]
+    config_text: bytes = field(repr=False)
+    headers: Mapping[str, Header] = field(repr=False)
+    tensors: Mapping[str, SourceTensor] = field(repr=False)
+    index_text: bytes | None = field(default=None, repr=False)
+    side_files: tuple[SideFile, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    notices: tuple[str, ...] = ()
+    repo: str | None = None
+    commit: str | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self.headers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(header.data_bytes for header in self.headers.values())
+
+    def open_shard(self, name: str) -> MappedFile:
+        """A shard's map. Raises ConversionError when the file is no longer the one whose header was read."""
+        return MappedFile(self.root / name, self.headers[name])
+
+    def etag(self, name: str) -> str | None:
+        """The hub's etag of a file: the name of its blob, when the file is a link into a hub cache's blobs."""
+        path = self.root / name
+        target = path.resolve()
+        return target.name if path.is_symlink() and target.parent.name == "blobs" else None
+
+
+def open_source(
+    target: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+) -> Source:
+    """The source that `target` names: a directory, or a hub id `org/name` at a revision.
+
+    A path that exists is never looked up on the hub. A directory with a config.json and no weights opens too
+    (`has_weights` is False). Raises ConversionError when it cannot be opened: no such directory, no config, only
+    pickled weights, a fault of a header or of the index (every fault of an index at once, as FindingsError).
+    """
+    text = str(target)
+    path = Path(target).expanduser()
+    if path.exists():
+        root, repo, commit = _local_root(path, revision)
+    elif is_hub_id(text):
+        root = snapshot(text, revision, token, Path(cache_dir) if cache_dir else None, offline)
+        repo, commit = text, root.name
+    else:
+        raise ConversionError(f"{text}: no such directory (a hub id looks like org/name)")
+    return _read(text, root, repo, commit)
+
+
+def _local_root(path: Path, revision: str | None) -> tuple[Path, str | None, str | None]:
+    if not path.is_dir():
+        raise ConversionError(f"{path}: is a file; give the directory that holds config.json and the weights")
+    if (path / "snapshots").is_dir() and path.name.startswith("models--") and not (path / CONFIG).exists():
+        path = _cached_snapshot(path, revision)
+    elif revision is not None:
+        raise ConversionError(f"{path}: is a local directory, which has no revision {revision!r}")
+    real = path.resolve()
+    match = _SNAPSHOT_REPOSITORY.fullmatch(real.parent.parent.name)
+    if real.parent.name == "snapshots" and match:
+        return path, f"{match[1]}/{match[2]}", real.name
+    return path, None, None
+
+
+def _cached_snapshot(repository: Path, revision: str | None) -> Path:
+    """The snapshot directory of a hub cache's repository folder at a branch, tag or commit (main by default)."""
+    wanted = revision or "main"
+    commits = sorted(entry.name for entry in (repository / "snapshots").iterdir() if entry.is_dir())
+    reference = repository / "refs" / wanted
+    commit = wanted
+    if is_inside(reference, [(repository / "refs").resolve()]) and reference.is_file():
+        commit = reference.read_text().strip()
+    elif revision is None and len(commits) == 1:
+        commit = commits[0]
+    if commit not in commits:
+        held = ", ".join(commits) or "none"
+        raise ConversionError(f"{repository}: holds no snapshot of {wanted!r}; snapshots here: {held}")
+    return repository / "snapshots" / commit
+
+
+def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Source:
+    roots = allowed_roots(root)
+    config_path = root / CONFIG
+    if not config_path.exists():
+        raise ConversionError(f"{label}: has no {CONFIG}; give a Hugging Face checkpoint directory")
+    if not is_inside(config_path, roots):
+        raise ConversionError(f"{label}: {CONFIG} is a link that leads out of the directory")
+    config_text = config_path.read_bytes()
+    config = _json_object(config_text, CONFIG)
+    index_text, shards = _shards(root)
+    _refuse_outside(root, shards)
+    notices: list[str] = []
+    headers: dict[str, Header] = {}
+    if index_text is not None:
+        weight_map = _weight_map(index_text)
+        _refuse_missing(root, weight_map)
+        headers = {shard: read_header(root / shard) for shard in shards}
+        notices += _check_index(weight_map, headers)
+    elif shards:
+        headers = {shard: read_header(root / shard) for shard in shards}
+    else:
+        _refuse_pickles(root, label)
+    tensors = {
+        name: SourceTensor(name, shard, entry)
+        for shard, header in headers.items()
+        for name, entry in header.entries.items()
+    }
+    side, skipped = survey(
+        root, but=(CONFIG, INDEX, *shards) if index_text is not None else (CONFIG, *shards)
+    )
+    if shards and any(item.path.endswith(PICKLES) for item in skipped):
+        notices.append(
+            "the directory also holds pickled weights; the safetensors files are used, no pickle is read"
+        )
+    return Source(
+        label=label,
+        root=root,
+        config=config,
+        config_text=config_text,
+        headers=headers,
+        tensors=tensors,
+        index_text=index_text,
+        side_files=side,
+        skipped=skipped,
+        notices=tuple(notices),
+        repo=repo,
+        commit=commit,
+    )
+
+
+def _json_object(text: bytes, where: str) -> dict[str, Any]:
+    def refuse_nan(name: str) -> float:
+        if name == "NaN":
+            raise ConversionError(f"{where}: holds NaN, which is no value a config can have")
+        return float(name)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in table:
+                raise ConversionError(f"{where}: names {name!r} twice; remove one")
+            table[name] = value
+        return table
+
+    try:
+        value = json.loads(text.decode("utf-8"), parse_constant=refuse_nan, object_pairs_hook=distinct)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConversionError(f"{where}: is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{where}: is not a JSON object")
+    return value
+
+
+def _shards(root: Path) -> tuple[bytes | None, tuple[str, ...]]:
+    """(index text, shard names) as the directory states them; no shard is opened here."""
+    index = root / INDEX
+    single = root / SINGLE
+    if not index.exists():
+        return None, (SINGLE,) if single.exists() else ()
+    if not is_inside(index, allowed_roots(root)):
+        raise ConversionError(f"{INDEX}: is a link that leads out of the directory")
+    text = index.read_bytes()
+    shards = tuple(dict.fromkeys(_weight_map(text).values()))
+    if single.exists() and SINGLE not in shards:
+        raise ConversionError(
+            f"both {SINGLE} and {INDEX}, which does not name it, are present; remove the one that is not meant"
+        )
+    return text, tuple(sorted(shards))
+
+
+def _weight_map(text: bytes) -> dict[str, str]:
+    """tensor -> shard. Raises FindingsError naming every entry that is not the plain name of a safetensors file."""
+    weight_map = _json_object(text, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConversionError(f"{INDEX}: has no weight_map object")
+    escapes = [
+        Finding(f"{INDEX} entry {name!r}", repr(shard), "a plain file name ending in .safetensors")
+        for name, shard in weight_map.items()
+        if not _is_plain(shard)
+    ]
+    if escapes:
+        raise FindingsError(INDEX, escapes)
+    return weight_map
+
+
+def _is_plain(shard: Any) -> bool:
+    return (
+        isinstance(shard, str)
+        and shard.endswith(".safetensors")
+        and not shard.startswith(".")
+        and re.search(r"[/\\:\x00-\x1f]", shard) is None
+    )
+
+
+def _refuse_outside(root: Path, shards: tuple[str, ...]) -> None:
+    roots = allowed_roots(root)
+    for shard in shards:
+        if (root / shard).exists() and not is_inside(root / shard, roots):
+            raise ConversionError(
+                f"{shard}: is a link that leads out of the directory; copy the file itself here"
+            )
+
+
+def _refuse_missing(root: Path, weight_map: Mapping[str, str]) -> None:
+    findings = []
+    for shard in sorted(set(weight_map.values())):
+        if not (root / shard).is_file():
+            held = [name for name, file in weight_map.items() if file == shard]
+            findings.append(
+                Finding(
+                    f"shard {shard}",
+                    "no such file",
+                    f"{len(held)} tensor(s) of the index, {held[0]!r} first",
+                    "finish the download",
+                )
+            )
+    if findings:
+        raise FindingsError(INDEX, findings)
+
+
+def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> list[str]:
+    """What the shards hold beyond the index, as notices. Raises FindingsError for what they contradict it in."""
+    findings = []
+    holders: dict[str, list[str]] = {}
+    for shard, header in headers.items():
+        for name in header.entries:
+            holders.setdefault(name, []).append(shard)
+    for name, shard in weight_map.items():
+        if shard not in holders.get(name, ()):
+            elsewhere = ", ".join(holders.get(name, ())) or "no shard"
+            findings.append(
+                Finding(
+                    f"tensor {name!r}",
+                    f"in {elsewhere}",
+                    f"in {shard}, where the index puts it",
+                    "fetch the index and shards of one revision",
+                )
+            )
+    for name, shards in holders.items():
+        if len(shards) > 1:
+            findings.append(
+                Finding(
+                    f"tensor {name!r}", f"in {' and '.join(shards)}", "in one shard", "remove the stale shard"
+                )
+            )
+    if findings:
+        raise FindingsError(INDEX, findings)
+    unlisted = sorted(set(holders) - set(weight_map))
+    return [f"tensor {name!r} is in {holders[name][0]} and not in the index" for name in unlisted]
+
+
+def _refuse_pickles(root: Path, label: str) -> None:
+    names = sorted(path.name for path in root.iterdir())
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickled:
+        raise ConversionError(
+            f"{label}: holds only pickled weights ({pickled[0]}), which can run code and are never read; "
+            "load them with transformers where that is safe and save_pretrained() them as safetensors"
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    if others:
+        raise ConversionError(f"{label}: has no {SINGLE} and no {INDEX}, only {', '.join(others)}")
