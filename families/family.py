@@ -1,0 +1,135 @@
+"""The family record: two tables, how releases spell names, a reference, and the variants that exercise it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..dew_core.fields import DecoderFields
+from .errors import Finding, FindingsError
+from .fields import Line, Reading, read_lines, write_lines
+from .rules import Carried, Statement
+from .spelling import Canonical, canonical, respell
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a release names tensors: what stands for `model.` and for `lm_head.` in the rules' names."""
+
+    body: str = "model."
+    head: str = "lm_head."
+
+    def of(self, name: str) -> str:
+        """The rule's `name` in this spelling."""
+        for plain, spelled in (("model.", self.body), ("lm_head.", self.head)):
+            if name.startswith(plain):
+                return spelled + name[len(plain) :]
+        return name
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal config whose `text_config` is this family's.
+
+    model_types: the wrapper's. architecture: its class. fields: lines for the wrapper's own top-level keys.
+    shared: keys that may stand at the top level or in the text config. carried: the tensors beside the decoder.
+    parts: config key -> tensor prefixes it promises (a `vision_config` promises a vision tower).
+    """
+
+    model_types: tuple[str, ...]
+    architecture: str
+    fields: tuple[Line, ...]
+    shared: tuple[str, ...] = ()
+    carried: tuple[Carried, ...] = ()
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tiny checkpoint that exercises one behaviour of a family.
+
+    config: a whole config.json. why: what it shows. spelling: which of the family's spellings the file uses.
+    head: "own" when untied; for a tied config "absent", or an "equal" or "different" `lm_head.weight` on disk.
+    float32: name endings stored in float32 in an otherwise bfloat16 file. storage: the file's dtype. length: tokens
+    of the longest probe (past every window, chunk and rope threshold of the config).
+    """
+
+    config: Mapping[str, Any]
+    why: str
+    spelling: Spelling = Spelling()
+    head: Literal["own", "absent", "equal", "different"] = "own"
+    storage: Literal["float32", "bfloat16"] = "float32"
+    float32: tuple[str, ...] = ()
+    length: int = 48
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: config.json <-> decoder fields, tensors <-> parameters.
+
+    fields: the first table. weights: the second, statements from decoder fields. architecture: the class name of a
+    text-only config. reference: "transformers:Class" or "dewconv:module.Class", what parity compares with.
+    scaled_kind: the layer type old rope spellings scale (`spelling.canonical`), None for one rope.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    fields: tuple[Line, ...]
+    weights: Callable[[DecoderFields], Iterable[Statement]]
+    reference: str
+    variants: Mapping[str, Variant]
+    spellings: tuple[Spelling, ...] = (Spelling(),)
+    wrapper: Wrapper | None = None
+    scaled_kind: str | None = None
+
+    def canonical(self, config: Mapping[str, Any]) -> Canonical:
+        """`config` in canonical spelling (`spelling.canonical`)."""
+        return canonical(config, self.wrapper.shared if self.wrapper else (), self.scaled_kind)
+
+    def read(self, config: Mapping[str, Any]) -> tuple[DecoderFields, tuple[str, ...]]:
+        """The decoder fields of a config.json, and notices for the user.
+
+        Raises FindingsError with every key that cannot be read or that no line claims.
+        """
+        reading = self.examine(config)
+        if reading.findings:
+            raise FindingsError("config.json", reading.findings)
+        return DecoderFields(**reading.values), reading.notices
+
+    def examine(self, config: Mapping[str, Any]) -> Reading:
+        """What the first table makes of a config.json, findings and all: what `read` does without raising."""
+        spelled = self.canonical(config)
+        reading = read_lines(self.fields, spelled.text)
+        findings, notices = [*spelled.conflicts, *reading.findings], list(reading.notices)
+        owned = self.model_types
+        kind = spelled.text.get("model_type", self.model_types[0])
+        if kind not in owned:
+            findings.insert(0, _foreign(kind, self))
+        if spelled.wrapper and (
+            self.wrapper is None or spelled.wrapper.get("model_type") not in self.wrapper.model_types
+        ):
+            findings.insert(0, _foreign(spelled.wrapper.get("model_type"), self))
+        elif self.wrapper is not None and spelled.wrapper:
+            outer = read_lines(self.wrapper.fields, spelled.wrapper)
+            findings += outer.findings
+            notices += outer.notices
+        return Reading(reading.values, tuple(findings), tuple(notices))
+
+    def write(self, fields: DecoderFields) -> dict[str, Any]:
+        """A text-only config.json for decoder fields, in canonical spelling: what a model that never had one gets."""
+        head = {"architectures": [self.architecture], "model_type": self.model_types[0]}
+        return head | write_lines(self.fields, fields)
+
+    def rewrite(self, config: Mapping[str, Any], fields: DecoderFields) -> dict[str, Any]:
+        """`config` with only those keys changed whose decoder fields differ from what it says, in its spelling."""
+        before = write_lines(self.fields, self.read(config)[0])
+        after = write_lines(self.fields, fields)
+        changes = {key: value for key, value in after.items() if before.get(key) != value}
+        return respell(config, changes, self.scaled_kind)
+
+
+def _foreign(model_type: object, family: Family) -> Finding:
+    needed = " or ".join((*family.model_types, *(family.wrapper.model_types if family.wrapper else ())))
+    return Finding("config key 'model_type'", repr(model_type), needed, f"the {family.name} family reads no other")
