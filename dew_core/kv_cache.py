@@ -1,0 +1,91 @@
+"""The dense decode cache.
+
+One attention layer's variables in the collection `cache`, batch on axis 0 of every leaf:
+
+    cached_key, cached_value   [B, kv_heads, max_seq_len, head_dim]
+    cached_valid               [B, max_seq_len] bool: a real token was written here
+    cached_positions           [B, max_seq_len] int32
+    cursor                     [B] int32: the slot each row writes next
+
+Heads come before slots, so that both contractions of a decode step are batched matrix products over the cache
+as it lies; with slots first XLA copies the whole cache to a transposed one on every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from .records import KVCache
+
+
+def refuse_unbuildable_cache(cache: KVCache) -> None:
+    """Raise ValueError, naming the field, for a cache layout or element type this release does not build."""
+    if cache.layout != "dense":
+        raise ValueError(f"kv_cache.layout is {cache.layout!r}; the dense layout alone is built")
+    if cache.dtype is not None:
+        try:
+            floating = jnp.issubdtype(jnp.dtype(cache.dtype), jnp.floating) and jnp.dtype(cache.dtype).itemsize >= 2
+        except TypeError:
+            floating = False
+        if not floating:
+            raise ValueError(
+                f"kv_cache.dtype is {cache.dtype!r}; quantised caches are not built: use a floating dtype of two "
+                "bytes or more, or None for the compute dtype"
+            )
+
+
+class DecodeCache:
+    """A layer's cache variables in an attention module's scope: `append` writes, `keys`… read.
+
+    `allocated` is whether the variables existed when the call began. The first decode-mode call allocates
+    them and writes nothing (`CausalTransformer.init_cache`).
+    """
+
+    def __init__(self, module: nn.Module, cache: KVCache, batch: int, shape: tuple[int, int, int], dtype: Any):
+        kv_heads, slots, head_dim = shape
+        stored = jnp.dtype(dtype if cache.dtype is None else cache.dtype)
+        self.slots = slots
+        self.allocated = module.has_variable("cache", "cached_key")
+
+        def leaf(name: str, dims: tuple[int, ...], kind: Any) -> nn.Variable:
+            return module.variable("cache", name, jnp.zeros, dims, kind)
+
+        self.key = leaf("cached_key", (batch, kv_heads, slots, head_dim), stored)
+        self.value = leaf("cached_value", (batch, kv_heads, slots, head_dim), stored)
+        self.valid = leaf("cached_valid", (batch, slots), jnp.bool_)
+        self.positions = leaf("cached_positions", (batch, slots), jnp.int32)
+        self.cursor = leaf("cursor", (batch,), jnp.int32)
+
+    def append(self, key: jax.Array, value: jax.Array, valid: jax.Array, positions: jax.Array) -> None:
+        """Write S tokens a row at its cursor and advance it. key and value are [B, kv_heads, S, head_dim],
+        valid and positions [B, S].
+
+        Raises ValueError when S tokens can never fit. A cursor past the end is the caller's to avoid: the
+        write would land on the last slots.
+        """
+        length = key.shape[2]
+        if length > self.slots:
+            raise ValueError(f"{length} tokens do not fit a decode cache of max_seq_len {self.slots}")
+        start = self.cursor.value
+        self.key.value = _write(self.key.value, key.astype(self.key.value.dtype), start, axis=1)
+        self.value.value = _write(self.value.value, value.astype(self.value.value.dtype), start, axis=1)
+        self.valid.value = _write(self.valid.value, valid, start, axis=0)
+        self.positions.value = _write(self.positions.value, positions.astype(jnp.int32), start, axis=0)
+        self.cursor.value = start + length
+
+
+def _write(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+    """Each row of `new` over `stored`'s at the row's own start along `axis` (of a row)."""
+    if stored.shape[0] == 1:
+        return jax.lax.dynamic_update_slice_in_dim(stored, new, start[0], axis + 1)
+    return jax.vmap(lambda s, n, at: jax.lax.dynamic_update_slice_in_dim(s, n, at, axis))(stored, new, start)
+
+
+def gather_cache_rows(cache: Any, rows: Any) -> Any:
+    """A decode cache reindexed on its batch axis: `rows` is any index array, repeats duplicate a row's
+    state."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, jnp.asarray(rows), axis=0), cache)
