@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from .errors import ConversionError
+from ..families.errors import ConversionError
 
 NUMPY: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .errors import ConversionError
+from ..families.errors import ConversionError
 
 ALLOW = (
     "*.safetensors",

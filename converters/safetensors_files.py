@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ..families.errors import ConversionError
 from .dtypes import NUMPY, is_known, nbytes, numpy_dtype
-from .errors import ConversionError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -167,9 +167,7 @@ def _entry(name: str, value: Any, where: str) -> TensorEntry:
     if needed is None:
         raise ConversionError(f"{at}: {dtype} elements of shape {shape} do not fill whole bytes")
     if end - begin != needed:
-        raise ConversionError(
-            f"{at}: {dtype} of shape {shape} takes {needed} bytes, its offsets span {end - begin}"
-        )
+        raise ConversionError(f"{at}: {dtype} of shape {shape} takes {needed} bytes, its offsets span {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), begin, end)
 
 
@@ -209,9 +207,7 @@ class TensorSpec:
     def nbytes(self) -> int:
         size = nbytes(self.dtype, self.shape)
         if size is None:
-            raise ConversionError(
-                f"tensor {self.name!r}: {self.dtype} of shape {self.shape} is not whole bytes"
-            )
+            raise ConversionError(f"tensor {self.name!r}: {self.dtype} of shape {self.shape} is not whole bytes")
         return size
 
 

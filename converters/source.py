@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import ConversionError, Finding, FindingsError
+from ..families.errors import ConversionError, Finding, FindingsError
 from .hub import is_hub_id, snapshot
 from .safetensors_files import Header, MappedFile, TensorEntry, read_header
 from .side_files import PICKLES, SideFile, Skipped, allowed_roots, is_inside, survey
@@ -160,13 +160,9 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
         for shard, header in headers.items()
         for name, entry in header.entries.items()
     }
-    side, skipped = survey(
-        root, but=(CONFIG, INDEX, *shards) if index_text is not None else (CONFIG, *shards)
-    )
+    side, skipped = survey(root, but=(CONFIG, INDEX, *shards) if index_text is not None else (CONFIG, *shards))
     if shards and any(item.path.endswith(PICKLES) for item in skipped):
-        notices.append(
-            "the directory also holds pickled weights; the safetensors files are used, no pickle is read"
-        )
+        notices.append("the directory also holds pickled weights; the safetensors files are used, no pickle is read")
     return Source(
         label=label,
         root=root,
@@ -251,9 +247,7 @@ def _refuse_outside(root: Path, shards: tuple[str, ...]) -> None:
     roots = allowed_roots(root)
     for shard in shards:
         if (root / shard).exists() and not is_inside(root / shard, roots):
-            raise ConversionError(
-                f"{shard}: is a link that leads out of the directory; copy the file itself here"
-            )
+            raise ConversionError(f"{shard}: is a link that leads out of the directory; copy the file itself here")
 
 
 def _refuse_missing(root: Path, weight_map: Mapping[str, str]) -> None:
@@ -294,9 +288,7 @@ def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -
     for name, shards in holders.items():
         if len(shards) > 1:
             findings.append(
-                Finding(
-                    f"tensor {name!r}", f"in {' and '.join(shards)}", "in one shard", "remove the stale shard"
-                )
+                Finding(f"tensor {name!r}", f"in {' and '.join(shards)}", "in one shard", "remove the stale shard")
             )
     if findings:
         raise FindingsError(INDEX, findings)

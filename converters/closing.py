@@ -1,0 +1,208 @@
+"""Closing names: every tensor of a source against every statement of a family, before a byte of weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..families.errors import Finding
+from ..families.family import Family, Spelling
+from ..families.rules import (
+    Alias,
+    Carried,
+    Placement,
+    Rule,
+    Statement,
+    View,
+    Zeros,
+    leaf_findings,
+    source_findings,
+)
+from .codecs import Logical, is_value
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class CarriedTensor:
+    """A tensor kept verbatim for export; `wrapper` says it belongs to what is beside the decoder."""
+
+    name: str
+    why: str
+    wrapper: bool
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What the statements make of a source's tensors, in the source's own names.
+
+    placements: the rules at every index. aliases: those whose tensor is present. zeros: (tensor, view, ...) to be
+    checked. carried: kept verbatim. findings: what does not close; when there are any, nothing else is complete.
+    """
+
+    placements: tuple[Placement, ...]
+    aliases: tuple[Alias, ...]
+    zeros: tuple[tuple[str, View], ...]
+    carried: tuple[CarriedTensor, ...]
+    findings: tuple[Finding, ...]
+
+
+def choose_spelling(
+    family: Family, statements: Sequence[Statement], names: Iterable[str]
+) -> tuple[Spelling, list[Finding]]:
+    """The one spelling of `family` that the tensors `names` follow, and findings when they follow several or none.
+
+    Each spelling is tried against the names the rules expect; a name that two spellings share decides nothing.
+    """
+    present = set(names)
+    expected = [place.source for item in statements if isinstance(item, Rule) for place in item.placements()]
+    met = {spelling: {spelling.of(name) for name in expected} & present for spelling in family.spellings}
+    best = max(family.spellings, key=lambda spelling: len(met[spelling]))
+    findings = []
+    for other in family.spellings:
+        own = sorted(met[other] - {best.of(name) for name in expected})
+        if own:
+            findings.append(
+                Finding(
+                    f"tensor {own[0]}{_more(len(own))}",
+                    f"the prefix {other.body!r} beside {best.body!r}",
+                    "one prefix for all text tensors",
+                    "rename the tensors that were added",
+                )
+            )
+    if not met[best] and present:
+        begins = sorted({name.split(".")[0] + "." for name in present})
+        findings.append(
+            Finding(
+                "tensor names",
+                f"names that begin with {', '.join(begins[:_SHOWN])}",
+                f"one of the prefixes {', '.join(repr(s.body) for s in family.spellings)}",
+                "no text tensor is where the family looks for it",
+            )
+        )
+    return best, findings
+
+
+def respell_statements(statements: Iterable[Statement], spelling: Spelling) -> list[Statement]:
+    """The statements with tensor names in `spelling`."""
+    result: list[Statement] = []
+    for item in statements:
+        match item:
+            case Rule():
+                result.append(Rule(spelling.of(item.source), item.source_view, item.leaf, item.leaf_view, item.over))
+            case Zeros():
+                result.append(Zeros(spelling.of(item.source), item.view, item.over))
+            case Alias():
+                result.append(Alias(spelling.of(item.name), spelling.of(item.of), item.otherwise, item.why))
+            case Carried():
+                result.append(Carried(spelling.of(item.prefix), item.why))
+    return result
+
+
+def close(statements: Sequence[Statement], beside: Sequence[Carried], tensors: Mapping[str, Logical]) -> Closing:
+    """Holds `statements` (already in the source's spelling) and a wrapper's `beside` against `tensors`.
+
+    Every tensor must be claimed, every rule must find its tensor with the shape it needs and a dtype a parameter
+    can hold, the views must tile each tensor and fill each leaf once, and the tensors that fill one leaf must be of
+    one dtype.
+    """
+    findings: list[Finding] = []
+    placements: list[Placement] = []
+    aliases = [item for item in statements if isinstance(item, Alias) and item.name in tensors]
+    zeros = [item for item in statements if isinstance(item, Zeros)]
+    for item in statements:
+        if isinstance(item, Rule):
+            places = list(item.placements())
+            placements += places
+            findings += _unmet(item, places, tensors)
+    regions = [(name, view) for item in zeros for name, view in item.regions()]
+    claimed = {place.source for place in placements} | {alias.name for alias in aliases}
+    claimed |= {name for name, _ in regions}
+    carried = _carried(statements, beside, [name for name in tensors if name not in claimed])
+    unclaimed = [name for name in tensors if name not in claimed and name not in {c.name for c in carried}]
+    findings += _unclaimed(unclaimed)
+    findings += leaf_findings(placements)
+    findings += source_findings(placements, zeros)
+    if not findings:
+        findings += _mixed_leaves(placements, tensors)
+    return Closing(tuple(placements), tuple(aliases), tuple(regions), tuple(carried), tuple(findings))
+
+
+def _unmet(rule: Rule, places: Sequence[Placement], tensors: Mapping[str, Logical]) -> list[Finding]:
+    findings = []
+    absent = [place.source for place in places if place.source not in tensors]
+    if absent:
+        fix = "the checkpoint is incomplete, or is not the one its config.json describes"
+        findings.append(Finding(_listed(absent), "nothing", f"shape {list(rule.source_view.base)}", fix))
+    for place in places:
+        tensor = tensors.get(place.source)
+        if tensor is None:
+            continue
+        needed = place.source_view.base
+        if tensor.shape != needed:
+            fix = "config.json and the weights disagree"
+            findings.append(
+                Finding(f"tensor {place.source}", f"shape {list(tensor.shape)}", f"shape {list(needed)}", fix)
+            )
+        if not is_value(tensor.dtype):
+            findings.append(
+                Finding(
+                    f"tensor {place.source}",
+                    f"dtype {tensor.dtype}",
+                    "a dtype whose elements are values",
+                    "quantised weights without a quantization_config are not supported",
+                )
+            )
+    return findings
+
+
+def _carried(statements: Sequence[Statement], beside: Sequence[Carried], names: Iterable[str]) -> list[CarriedTensor]:
+    own = [item for item in statements if isinstance(item, Carried)]
+    carried = []
+    for name in names:
+        for item, wrapper in [*((item, False) for item in own), *((item, True) for item in beside)]:
+            if name.startswith(item.prefix):
+                carried.append(CarriedTensor(name, item.why, wrapper))
+                break
+    return carried
+
+
+def _unclaimed(names: Sequence[str]) -> list[Finding]:
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [
+        Finding(
+            _listed(group),
+            "a tensor that no rule reads",
+            "only tensors the family knows",
+            "remove it if it is not the model's; it is never dropped silently",
+        )
+        for group in alike.values()
+    ]
+
+
+def _mixed_leaves(placements: Sequence[Placement], tensors: Mapping[str, Logical]) -> list[Finding]:
+    dtypes: dict[str, dict[str, str]] = {}
+    for place in placements:
+        dtypes.setdefault(place.leaf, {}).setdefault(tensors[place.source].dtype, place.source)
+    return [
+        Finding(
+            f"parameter {leaf}",
+            " and ".join(f"{dtype} ({name})" for dtype, name in found.items()),
+            "one dtype for the tensors of one parameter",
+            "store them in one dtype",
+        )
+        for leaf, found in dtypes.items()
+        if len(found) > 1
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{_more(len(names), _SHOWN)}"
+
+
+def _more(count: int, shown: int = 1) -> str:
+    return f" and {count - shown} more" if count > shown else ""
