@@ -141,7 +141,7 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
     if not is_inside(config_path, roots):
         raise ConversionError(f"{label}: {CONFIG} is a link that leads out of the directory")
     config_text = config_path.read_bytes()
-    config = _json_object(config_text, CONFIG)
+    config = read_json_object(config_text, CONFIG)
     index_text, shards = _shards(root)
     _refuse_outside(root, shards)
     notices: list[str] = []
@@ -179,7 +179,9 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
     )
 
 
-def _json_object(text: bytes, where: str) -> dict[str, Any]:
+def read_json_object(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object whose keys are distinct and whose numbers are not NaN. Raises ConversionError naming `where`."""
+
     def refuse_nan(name: str) -> float:
         if name == "NaN":
             raise ConversionError(f"{where}: holds NaN, which is no value a config can have")
@@ -221,7 +223,7 @@ def _shards(root: Path) -> tuple[bytes | None, tuple[str, ...]]:
 
 def _weight_map(text: bytes) -> dict[str, str]:
     """tensor -> shard. Raises FindingsError naming every entry that is not the plain name of a safetensors file."""
-    weight_map = _json_object(text, INDEX).get("weight_map")
+    weight_map = read_json_object(text, INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(f"{INDEX}: has no weight_map object")
     escapes = [

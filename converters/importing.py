@@ -1,0 +1,185 @@
+"""Import: one copy, from the source's map straight into the bank files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..families.errors import ConversionError, Finding, FindingsError
+from .banks import HEADERS, SOURCE, Banks, open_banks
+from .codecs import Logical
+from .copying import Part
+from .dtypes import as_bits
+from .layout import CARRIED, by_bank, file_name
+from .manifest import MANIFEST, Manifest
+from .plan import ImportPlan, PlannedCopy, plan_import
+from .safetensors_files import MappedFile, TensorEntry, TensorSpec, lay_out
+from .source import CONFIG, INDEX, Source
+from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
+from .writing import FileJob, Progress, raw_parts, write_files
+
+PROVEN_GATE = 3
+"""The gate a family must have passed for its checkpoints to be imported unasked: export is byte-exact."""
+
+GateOf = Callable[[str], int | None]
+"""Family name -> the highest gate its card shows, None without a card."""
+
+
+def import_checkpoint(
+    source: Source,
+    out: str | Path,
+    *,
+    dtype: str = "keep",
+    bank_layers: int | None = None,
+    text_only: bool = False,
+    overwrite: bool = False,
+    gate_of: GateOf | None = None,
+    unverified: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Banks:
+    """Plans the import of `source` (`plan_import`) and carries it out at `out` (`run_import`).
+
+    gate_of: how far a family is proven; when given, a family below G3 is refused unless `unverified`.
+    Raises ConversionError, with nothing left at `out` that was not there.
+    """
+    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only)
+    if gate_of is not None and not unverified:
+        refuse_unproven(plan.family.name, gate_of(plan.family.name))
+    return run_import(plan, out, overwrite=overwrite, progress=progress, threads=threads)
+
+
+def refuse_unproven(family: str, gate: int | None) -> None:
+    """Raises ConversionError for a family whose card does not show G3."""
+    if gate is None or gate < PROVEN_GATE:
+        status = "has no card" if gate is None else f"has passed G{gate} only"
+        raise ConversionError(
+            f"family {family} {status}: its export is not proven byte-exact (G{PROVEN_GATE}); "
+            "ask for an unverified import to go on"
+        )
+
+
+def run_import(
+    plan: ImportPlan,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Banks:
+    """Writes the banks of `plan` at `out`, which exists whole afterwards or not at all.
+
+    An existing `out` stays whole until the new one is complete, and is refused without `overwrite`. Raises
+    ConversionError, also when a source tensor's declared zero padding is not zero.
+    """
+    out = Path(out)
+    refuse_output(out, overwrite, (plan.source.root,))
+    refuse_without_room(out, plan.bank_bytes)
+    maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
+    _check_zeros(plan, maps)
+    with staged(out) as stage:
+        checksums = write_files(stage, [*_bank_jobs(plan, maps), *_carried_job(plan, maps)], progress, threads)
+        copy_source(plan.source, stage)
+        write_bytes(stage / MANIFEST, manifest_of(plan, checksums).to_bytes())
+    return open_banks(out)
+
+
+def copy_source(source: Source, stage: Path) -> None:
+    """Writes what a bank directory keeps of its source beside weights: config, index, side files, headers."""
+    write_bytes(stage / SOURCE / CONFIG, source.config_text)
+    if source.index_text is not None:
+        write_bytes(stage / SOURCE / INDEX, source.index_text)
+    for item in source.side_files:
+        copy_file(source.root / item.path, stage / SOURCE / item.path)
+    for shard, header in source.headers.items():
+        write_bytes(stage / HEADERS / f"{shard}.json", header.text)
+
+
+def manifest_of(
+    plan: ImportPlan, checksums: Mapping[str, Mapping[str, str]], changed: tuple[str, ...] = ()
+) -> Manifest:
+    """The manifest of banks laid out by `plan`. changed: further reasons why an export is not byte-exact."""
+    return Manifest(
+        family=plan.family.name,
+        model_type=plan.model_type,
+        fields=plan.fields,
+        source=_source_record(plan.source),
+        spelling=plan.spelling,
+        dtype=plan.dtype,
+        inexact=(*plan.inexact, *changed),
+        text_only=plan.text_only,
+        codec=plan.codec.name,
+        files={name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()},
+        aliases={alias.name: alias.of for alias in plan.aliases},
+        carried={item.name: item.why for item in plan.carried},
+        zeros=tuple(dict.fromkeys(name for name, _ in plan.zeros)),
+        side_files=tuple(item.path for item in plan.source.side_files),
+    )
+
+
+def _source_record(source: Source) -> dict[str, Any]:
+    names = [CONFIG, *([INDEX] if source.index_text is not None else []), *source.headers]
+    names += [item.path for item in source.side_files]
+    return {
+        "name": source.repo or source.root.resolve().name,
+        "repo": source.repo,
+        "revision": source.commit,
+        "path": str(source.root.resolve()),
+        "files": {name: {"size": (source.root / name).stat().st_size, "etag": source.etag(name)} for name in names},
+        "shards": list(source.headers),
+        "index": source.index_text is not None,
+    }
+
+
+def _bank_jobs(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[FileJob]:
+    jobs = []
+    for bank, tensors in by_bank(plan.layout.tensors).items():
+        header = lay_out(TensorSpec(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors)
+        jobs.append(FileJob(file_name(bank), header, _parts_of(plan, maps, bank)))
+    return jobs
+
+
+def _parts_of(plan: ImportPlan, maps: Mapping[str, MappedFile], bank: str) -> Callable[[TensorEntry], tuple[Part, ...]]:
+    return lambda entry: planned_parts(plan, maps, plan.copies[bank, entry.name])
+
+
+def planned_parts(
+    plan: ImportPlan, maps: Mapping[str, MappedFile], copies: tuple[PlannedCopy, ...]
+) -> tuple[Part, ...]:
+    """The parts of a stored tensor, read from the source's maps through its codec."""
+
+    def part(copy: PlannedCopy) -> Part:
+        tensor = plan.source.tensors[copy.source]
+        logical = Logical(copy.source, tensor.dtype, tensor.shape, (copy.source,))
+
+        def stored(name: str) -> np.ndarray:
+            return maps[plan.source.tensors[name].file].view(name)
+
+        return Part(copy.view, lambda: plan.codec.decode(logical, copy.source_view, stored))
+
+    return tuple(part(copy) for copy in copies)
+
+
+def _carried_job(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[FileJob]:
+    if not plan.carried:
+        return []
+    tensors = [plan.source.tensors[item.name] for item in plan.carried]
+    header = lay_out(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    raw = {tensor.name: (lambda t=tensor: maps[t.file].raw(t.name)) for tensor in tensors}
+    return [FileJob(file_name(CARRIED), header, raw_parts(raw))]
+
+
+def _check_zeros(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:
+    """Raises FindingsError naming every tensor whose declared padding holds a bit that is not zero."""
+    findings = []
+    for name, view in plan.zeros:
+        array = maps[plan.source.tensors[name].file].view(name)
+        if as_bits(view.apply(array)).any():
+            findings.append(
+                Finding(f"tensor {name}", "values in its padding", "zeros", "the family does not compute with them")
+            )
+    if findings:
+        raise FindingsError(plan.source.label, findings)

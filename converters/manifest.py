@@ -1,0 +1,144 @@
+"""The manifest of a bank directory, `dewconv.json`: what the banks are and where they came from.
+
+One JSON object:
+
+    format, version     "dewconv banks", 1
+    family, model_type  the family's name, and the config's model_type it is found by
+    decoder             the decoder fields (`DecoderFields.to_json`)
+    source              name, repo, revision, path, files (name -> size, etag), shards in order, index (true/false)
+    spelling            the tensor prefixes of the source
+    dtype, inexact      the dtype asked for; why an export cannot be byte-exact, [] when it can
+    text_only           only the text half of a wrapper was imported
+    codec               how logical tensors are stored ("plain")
+    files               bank file -> key -> {"xxh3": checksum of the stored bytes}
+    aliases             tensor -> the tensor it is an equal copy of
+    carried             tensor -> why it is kept verbatim
+    zeros               tensors with declared zero padding
+    side_files          the files under source/ copied byte for byte
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..dew_core.fields import DecoderFields
+from ..families.errors import ConversionError
+from ..families.family import Spelling
+
+MANIFEST = "dewconv.json"
+FORMAT = "dewconv banks"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest as values; the module says what each is."""
+
+    family: str
+    model_type: str
+    fields: DecoderFields
+    source: Mapping[str, Any]
+    spelling: Spelling
+    dtype: str
+    inexact: tuple[str, ...]
+    text_only: bool
+    codec: str
+    files: Mapping[str, Mapping[str, Mapping[str, str]]]
+    aliases: Mapping[str, str]
+    carried: Mapping[str, str]
+    zeros: tuple[str, ...]
+    side_files: tuple[str, ...]
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The source's shards, in order."""
+        return tuple(self.source["shards"])
+
+    @property
+    def has_index(self) -> bool:
+        return bool(self.source["index"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "family": self.family,
+            "model_type": self.model_type,
+            "decoder": self.fields.to_json(),
+            "source": dict(self.source),
+            "spelling": {"body": self.spelling.body, "head": self.spelling.head},
+            "dtype": self.dtype,
+            "inexact": list(self.inexact),
+            "text_only": self.text_only,
+            "codec": self.codec,
+            "files": {name: dict(tensors) for name, tensors in self.files.items()},
+            "aliases": dict(self.aliases),
+            "carried": dict(self.carried),
+            "zeros": list(self.zeros),
+            "side_files": list(self.side_files),
+        }
+
+    def to_bytes(self) -> bytes:
+        return (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a bank directory. Raises ConversionError when there is none, or it is damaged or newer."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ConversionError(f"{directory}: is not a bank directory, it has no {MANIFEST}")
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        raise ConversionError(f"{path}: is not valid JSON; import the checkpoint again") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ConversionError(f"{path}: is not a manifest of {FORMAT}")
+    if value.get("version") != VERSION:
+        raise ConversionError(
+            f"{path}: has format version {value.get('version')!r}, this dewconv reads {VERSION}; use a newer dewconv"
+        )
+    try:
+        manifest = _from_json(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConversionError(f"{path}: is damaged ({error!r}); import the checkpoint again") from None
+    for name in (*manifest.files, *manifest.shards, *manifest.side_files):
+        if not _stays_inside(name):
+            raise ConversionError(f"{path}: names {name!r}, which leads out of the directory")
+    return manifest
+
+
+def _from_json(value: Mapping[str, Any]) -> Manifest:
+    source = value["source"]
+    if not isinstance(source["shards"], list) or not isinstance(source["files"], dict):
+        raise TypeError("source")
+    return Manifest(
+        family=str(value["family"]),
+        model_type=str(value["model_type"]),
+        fields=DecoderFields.from_json(value["decoder"]),
+        source=source,
+        spelling=Spelling(**value["spelling"]),
+        dtype=str(value["dtype"]),
+        inexact=tuple(value["inexact"]),
+        text_only=bool(value["text_only"]),
+        codec=str(value["codec"]),
+        files={name: {key: dict(item) for key, item in keys.items()} for name, keys in value["files"].items()},
+        aliases=dict(value["aliases"]),
+        carried=dict(value["carried"]),
+        zeros=tuple(value["zeros"]),
+        side_files=tuple(value["side_files"]),
+    )
+
+
+def _stays_inside(name: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and "\0" not in name
+        and "\\" not in name
+        and not name.startswith("/")
+        and ".." not in name.split("/")
+    )
