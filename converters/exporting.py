@@ -1,0 +1,352 @@
+"""Export: banks back to a Hugging Face checkpoint, by the same rules read the other way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.family import Spelling
+from ..families.rules import Placement, placements
+from ..families.spelling import TEXT_CONFIG
+from .banks import SOURCE, Banks
+from .closing import respell_statements
+from .configs import index_text, resized_index, text_config, with_dtype
+from .copying import Part
+from .layout import CARRIED, Layout, Leaf, lay_out_leaves, split_leaf
+from .plan import DTYPES, stored_dtype
+from .safetensors_files import (
+    Header,
+    TensorEntry,
+    TensorSpec,
+    lay_out_in_order,
+    read_header,
+)
+from .source import CONFIG, INDEX, SINGLE
+from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
+from .writing import FileJob, Progress, raw_parts, write_files
+
+DEFAULT_SHARD_BYTES = 50 * 10**9
+"""The shard size of a layout that has to be made anew (transformers 5.24 `save_pretrained`)."""
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def shard_bytes(size: int | str) -> int:
+    """A shard size in bytes: a number, or text as transformers takes it ("5GB" is 5 * 10^9, "5GiB" 5 * 2^30)."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        match = _SIZE.fullmatch(str(size).strip())
+        if match is None:
+            raise ConversionError(f"shard size {size!r} is not a size such as 5GB")
+        value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    if value < 1:
+        raise ConversionError(f"shard size {size!r} must be above 0")
+    return value
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Everything an export will do.
+
+    headers: shard -> the header it will have. origins: tensor -> the source's name for it (they differ in a
+    text-only export of a wrapper). config: config.json's bytes. index: the index's bytes, None for a single file.
+    side_files: copied from the banks. exact: tensors, shards and side files are the source's, byte for byte, as
+    long as the banks' values are. notices: what is worth saying.
+    """
+
+    banks: Banks
+    headers: Mapping[str, Header] = field(repr=False)
+    origins: Mapping[str, str] = field(repr=False)
+    config: bytes = field(repr=False)
+    index: bytes | None = field(repr=False)
+    side_files: tuple[str, ...]
+    exact: bool
+    notices: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(header.data_bytes for header in self.headers.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values: a row per tensor."""
+        return {
+            "banks": str(self.banks.path),
+            "exact": self.exact,
+            "bytes": self.weight_bytes,
+            "shards": {
+                name: [
+                    {"tensor": e.name, "dtype": e.dtype, "shape": list(e.shape), "bytes": e.nbytes}
+                    for e in header.by_offset
+                ]
+                for name, header in self.headers.items()
+            },
+            "side_files": list(self.side_files),
+            "notices": list(self.notices),
+        }
+
+
+def plan_export(
+    banks: Banks,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    text_only: bool = False,
+) -> ExportPlan:
+    """The plan that turns `banks` into a checkpoint.
+
+    Without options it has the source's shards: the same names, dtypes, shapes, order and header bytes. dtype casts
+    float matrices and says so in config.json. max_shard_size divides the tensors anew. text_only drops what is
+    beside the decoder of a wrapper and writes the text half as a checkpoint of its own.
+
+    Raises ConversionError for options that cannot be met, FindingsError when the banks do not hold what the
+    family's rules need.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    cast = dtype is not None and dtype != "keep"
+    wrapped = isinstance(banks.config.get(TEXT_CONFIG), Mapping)
+    if text_only and not wrapped:
+        raise ConversionError(f"{banks.path}: is a text-only checkpoint already; export it without text_only")
+    text_only = text_only or (banks.manifest.text_only and wrapped)
+    tensors = _tensors(banks)
+    if text_only:
+        tensors = _text_half(banks, tensors)
+    _refuse_incomplete(banks, tensors)
+    chosen = banks.manifest.dtype if not cast else str(dtype)
+    specs = {
+        shard: [
+            TensorSpec(item.name, _export_dtype(item, chosen), item.entry.shape)
+            for item in tensors
+            if item.shard == shard
+        ]
+        for shard in dict.fromkeys(item.shard for item in tensors)
+    }
+    size = None if max_shard_size is None else shard_bytes(max_shard_size)
+    if text_only and size is None:
+        size = DEFAULT_SHARD_BYTES
+    headers, index = _shards(banks, specs, size)
+    config = banks.config_text
+    if text_only:
+        config = text_config(config, banks.family)
+    if chosen != "keep":
+        config = with_dtype(config, chosen)
+    left = IMAGE_FILES if text_only else ()
+    kept = all(header is banks.source_headers.get(shard) for shard, header in headers.items())
+    whole = kept and len(headers) == len(banks.manifest.shards)
+    return ExportPlan(
+        banks=banks,
+        headers=headers,
+        origins={item.name: item.entry.name for item in tensors},
+        config=config,
+        index=index,
+        side_files=tuple(name for name in banks.manifest.side_files if name not in left),
+        exact=whole and not banks.manifest.inexact and config == banks.config_text,
+        notices=banks.manifest.inexact,
+    )
+
+
+def export_checkpoint(
+    banks: Banks,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    text_only: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> ExportPlan:
+    """Plans the export of `banks` (`plan_export`) and carries it out at `out` (`run_export`)."""
+    plan = plan_export(banks, dtype=dtype, max_shard_size=max_shard_size, text_only=text_only)
+    run_export(plan, out, overwrite=overwrite, progress=progress, threads=threads)
+    return plan
+
+
+def run_export(
+    plan: ExportPlan,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> None:
+    """Writes the checkpoint of `plan` at `out`, which exists whole afterwards or not at all.
+
+    The headers of what was written are read again and held against the plan before `out` appears. Raises
+    ConversionError.
+    """
+    out = Path(out)
+    banks = plan.banks
+    refuse_output(out, overwrite, (banks.path,))
+    refuse_without_room(out, plan.weight_bytes)
+    parts = _parts(plan)
+    with staged(out) as stage:
+        jobs = [FileJob(shard, header, parts) for shard, header in plan.headers.items()]
+        write_files(stage, jobs, progress, threads)
+        for name in plan.side_files:
+            copy_file(banks.path / SOURCE / name, stage / name)
+        _check_written(plan, stage)
+        if plan.index is not None:
+            write_bytes(stage / INDEX, plan.index)
+        write_bytes(stage / CONFIG, plan.config)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be exported as `name`: its shard and entry in the source, and where its values are."""
+
+    name: str
+    shard: str
+    entry: TensorEntry
+    places: tuple[Placement, ...]
+    carried: bool
+    matrix: bool
+
+
+def _tensors(banks: Banks) -> list[_Tensor]:
+    """Every tensor of the source's shards, in the order of its data."""
+    manifest = banks.manifest
+    places: dict[str, list[Placement]] = {}
+    for place in source_placements(banks):
+        places.setdefault(place.source, []).append(place)
+    tensors = []
+    for shard, header in banks.source_headers.items():
+        for entry in header.by_offset:
+            held = places.get(manifest.aliases.get(entry.name, entry.name), [])
+            matrix = any(len(place.leaf_view.base) >= 2 for place in held)
+            carried = entry.name in manifest.carried
+            if held or carried or entry.name in manifest.zeros or not manifest.text_only:
+                tensors.append(_Tensor(entry.name, shard, entry, tuple(held), carried, matrix))
+    return tensors
+
+
+def source_placements(banks: Banks) -> list[Placement]:
+    """The family's rules at every index, in the source's tensor names."""
+    statements = banks.family.weights(banks.manifest.fields)
+    return placements(respell_statements(statements, banks.manifest.spelling))
+
+
+def bank_layout(banks: Banks, places: Sequence[Placement]) -> dict[str, Leaf]:
+    """Leaf path -> where the banks hold it: as one array a run, or layer by layer."""
+    fields = banks.manifest.fields
+    shapes = {place.leaf: ("", place.leaf_view.base) for place in places}
+    layout: Layout = lay_out_leaves(fields, shapes)
+    leaves = {}
+    for path, leaf in layout.leaves.items():
+        own = f"{leaf.key}@{split_leaf(path)[0]}"
+        by_layer = not banks.has(leaf.bank, leaf.key) and banks.has(leaf.bank, own)
+        leaves[path] = Leaf(leaf.bank, own, 0, 1, leaf.shape) if by_layer else leaf
+    return leaves
+
+
+def _text_half(banks: Banks, tensors: Sequence[_Tensor]) -> list[_Tensor]:
+    wrapper = banks.family.wrapper
+    beside = tuple(item.prefix for item in wrapper.carried) if wrapper is not None else ()
+    spelling, plain = banks.manifest.spelling, Spelling()
+    result = []
+    for item in tensors:
+        if item.carried and item.name.startswith(beside):
+            continue
+        name = item.name
+        for spelled, written in ((spelling.body, plain.body), (spelling.head, plain.head)):
+            if name.startswith(spelled):
+                name = written + name[len(spelled) :]
+                break
+        result.append(_Tensor(name, item.shard, item.entry, item.places, item.carried, item.matrix))
+    return result
+
+
+def _refuse_incomplete(banks: Banks, tensors: Sequence[_Tensor]) -> None:
+    findings = []
+    leaves = bank_layout(banks, [place for item in tensors for place in item.places])
+    again = "import the checkpoint again"
+    for item in tensors:
+        if item.carried and not banks.has(CARRIED, item.entry.name):
+            findings.append(Finding(f"tensor {item.entry.name}", "nothing in carried", "its bytes", again))
+        elif not item.carried and not item.places and item.entry.name not in banks.manifest.zeros:
+            findings.append(
+                Finding(f"tensor {item.entry.name}", "no rule for it", "a rule", "use the dewconv it was imported with")
+            )
+    for path, leaf in leaves.items():
+        if not banks.has(leaf.bank, leaf.key):
+            findings.append(Finding(f"parameter {path}", f"nothing in {leaf.bank}", f"{leaf.key}", again))
+            continue
+        shape = banks.headers[f"{leaf.bank}.safetensors"].entries[leaf.key].shape
+        if shape != leaf.stored_shape:
+            findings.append(
+                Finding(f"parameter {path}", f"shape {list(shape)}", f"shape {list(leaf.stored_shape)}", again)
+            )
+    if findings:
+        raise FindingsError(str(banks.path), findings)
+
+
+def _export_dtype(item: _Tensor, dtype: str) -> str:
+    return stored_dtype(item.entry.dtype, dtype, 2) if item.matrix and not item.carried else item.entry.dtype
+
+
+def _shards(
+    banks: Banks, specs: Mapping[str, Sequence[TensorSpec]], size: int | None
+) -> tuple[dict[str, Header], bytes | None]:
+    """The shards' headers and the index: the source's own wherever nothing about them changed."""
+    if size is None:
+        headers = {}
+        for shard, wanted in specs.items():
+            own = banks.source_headers[shard]
+            same = [(e.name, e.dtype, e.shape) for e in own.by_offset] == [(s.name, s.dtype, s.shape) for s in wanted]
+            headers[shard] = own if same else lay_out_in_order(wanted, own.metadata)
+        index = banks.index_text
+        if index is not None and any(headers[shard] is not banks.source_headers[shard] for shard in headers):
+            index = resized_index(index, sum(header.data_bytes for header in headers.values()))
+        return headers, index
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in (spec for wanted in specs.values() for spec in wanted):
+        if groups[-1] and filled + spec.nbytes > size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    metadata = next(iter(banks.source_headers.values())).metadata or {"format": "pt"}
+    if len(groups) == 1:
+        return {SINGLE: lay_out_in_order(groups[0], metadata)}, None
+    headers = {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": lay_out_in_order(group, metadata)
+        for number, group in enumerate(groups, 1)
+    }
+    weight_map = {name: shard for shard, header in headers.items() for name in header.entries}
+    return headers, index_text(weight_map, sum(header.data_bytes for header in headers.values()))
+
+
+def _parts(plan: ExportPlan) -> Callable[[TensorEntry], Sequence[Part]]:
+    banks = plan.banks
+    tensors = {item.entry.name: item for item in _tensors(banks)}
+    leaves = bank_layout(banks, [place for item in tensors.values() for place in item.places])
+
+    def read(place: Placement) -> np.ndarray:
+        leaf = leaves[place.leaf]
+        return leaf.place(place.leaf_view).apply(banks.array(leaf.bank, leaf.key))
+
+    def parts(entry: TensorEntry) -> Sequence[Part]:
+        item = tensors[plan.origins[entry.name]]
+        if item.carried:
+            raw = {entry.name: lambda: banks.open(CARRIED).raw(item.entry.name)}
+            return raw_parts(raw)(entry)
+        return tuple(Part(place.source_view, lambda place=place: read(place)) for place in item.places)
+
+    return parts
+
+
+def _check_written(plan: ExportPlan, stage: Path) -> None:
+    for shard, header in plan.headers.items():
+        written = read_header(stage / shard)
+        if written.text != header.text:
+            raise ConversionError(f"{shard}: what was written differs from the plan; the disk may be faulty")
