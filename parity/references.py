@@ -1,0 +1,204 @@
+"""The torch side: a checkpoint in its reference class, and everything that is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.family import Family
+from .fixtures import architecture, model_class
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of either side, float32 numpy: logits [B, S, vocab], and the residual stream [B, S, D] as it
+    enters layer 0 and as it leaves each layer, before the final norm (layers + 1 arrays)."""
+
+    logits: np.ndarray
+    streams: tuple[np.ndarray, ...] = ()
+
+
+@dataclass
+class TorchReference:
+    """A reference model in one dtype, eager attention, evaluation mode.
+
+    model: the causal model. decoder: its text half, which has `layers`. prefix: the decoder's path in the model.
+    """
+
+    model: Any
+    decoder: Any
+    prefix: str
+    dtype: str
+    notices: tuple[str, ...] = field(default=())
+
+    @property
+    def layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @contextmanager
+    def watching(self) -> Iterator[list[torch.Tensor]]:
+        """The residual stream of each forward inside: what enters layer 0, then what leaves each layer."""
+        streams: list[torch.Tensor] = []
+
+        def entering(module: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
+            streams.append((args[0] if args else kwargs["hidden_states"]).detach())
+
+        def leaving(module: Any, args: tuple, output: Any) -> None:
+            streams.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        hooks = [self.decoder.layers[0].register_forward_pre_hook(entering, with_kwargs=True)]
+        hooks += [layer.register_forward_hook(leaving) for layer in self.decoder.layers]
+        try:
+            yield streams
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        streams: bool = False,
+        packed: bool = False,
+    ) -> Forward:
+        """Logits, and with `streams` the residual stream, of tokens [B, S].
+
+        positions [B, S] default to 0, 1, …; mask [B, S] to all ones. packed: rows hold several documents whose
+        positions restart, which transformers reads from the positions when there is no mask.
+        """
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))
+        if positions is None:
+            positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        call: dict[str, Any] = {"position_ids": torch.from_numpy(np.array(positions, np.int64)), "use_cache": False}
+        if not packed:
+            call["attention_mask"] = torch.from_numpy(np.ones(ids.shape) if mask is None else np.asarray(mask)).long()
+        with torch.no_grad(), self.watching() as seen:
+            logits = self.model(ids, **call).logits
+        return Forward(as_float32(logits), tuple(map(as_float32, seen)) if streams else ())
+
+    def cached(self, tokens: np.ndarray, prefill: int = 1) -> np.ndarray:
+        """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step."""
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))
+        batch, length = ids.shape
+        parts, cache = [], None
+        pieces = [(0, prefill), *((i, i + 1) for i in range(prefill, length))]
+        with torch.no_grad():
+            for start, stop in pieces:
+                out = self.model(
+                    ids[:, start:stop],
+                    position_ids=torch.arange(start, stop)[None].expand(batch, -1),
+                    attention_mask=torch.ones(batch, stop, dtype=torch.long),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                cache = out.past_key_values
+                parts.append(out.logits)
+        return as_float32(torch.cat(parts, dim=1))
+
+    def greedy(self, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """`count` greedy tokens [B, count] after prompt [B, S], through `generate`, and the logits [B, count, vocab]
+        they were taken from. No end of sequence stops it."""
+        ids = torch.from_numpy(np.asarray(prompt, np.int64))
+        settings = self.model.generation_config
+        kept = settings.eos_token_id, settings.do_sample
+        settings.eos_token_id, settings.do_sample = None, False
+        try:
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+                top_k=None,
+                top_p=None,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        finally:
+            settings.eos_token_id, settings.do_sample = kept
+        return out.sequences[:, ids.shape[1] :].numpy(), as_float32(torch.stack(out.logits, dim=1))
+
+    def gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+        """The mean next-token cross entropy of tokens [B, S] and its gradient for every weight, by the rules' names
+        (`model.…`, `lm_head.weight`; a tied head's is its table's)."""
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))
+        self.model.zero_grad(set_to_none=True)
+        positions = torch.arange(ids.shape[1])[None].expand(ids.shape[0], -1)
+        mask = torch.ones_like(ids)
+        logits = self.model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        gradients = {name: as_float32(weight.grad) for name, weight in self.weights() if weight.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return float(loss.detach()), gradients
+
+    def weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The decoder's parameters by the rules' names."""
+        for name, parameter in self.decoder.named_parameters():
+            yield f"model.{name}", parameter
+        head = self.model.get_output_embeddings()
+        if head is not None and head.weight is not self.model.get_input_embeddings().weight:
+            yield "lm_head.weight", head.weight
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding table, as the loaded model has it."""
+        return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+
+
+def as_float32(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor of any dtype as float32 numpy."""
+    return tensor.detach().float().cpu().numpy()
+
+
+def load_reference(directory: str | Path, family: Family, config: Mapping[str, Any], dtype: str) -> TorchReference:
+    """The checkpoint in `directory` in its reference class, computing in `dtype`.
+
+    from_pretrained casts weights and leaves rotary frequencies in float32 (`model.to(bfloat16)` would not), which
+    is checked. Raises FindingsError when transformers finds tensors missing, unexpected or of another shape.
+    """
+    where, _, name = family.reference.partition(":")
+    if where == "transformers":
+        kind: Any = model_class(architecture(config, family))
+    elif where == "dewconv":
+        module, _, attribute = name.rpartition(".")
+        kind = getattr(import_module(f"dewconv.{module}"), attribute)
+    else:
+        raise ConversionError(f"the reference {family.reference!r} is neither transformers:Class nor dewconv:…")
+    model, info = kind.from_pretrained(
+        str(directory),
+        dtype=DTYPES[dtype],
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    findings = [
+        Finding(f"tensor {key!r}", f"{problem} by transformers", "none", "the checkpoint does not load as it stands")
+        for problem, keys in (
+            ("found missing", info["missing_keys"]),
+            ("found unexpected", info["unexpected_keys"]),
+            ("found of another shape", info["mismatched_keys"]),
+        )
+        for key in sorted(map(str, keys))
+    ]
+    if findings:
+        raise FindingsError(str(directory), findings)
+    for buffer_name, buffer in model.named_buffers():
+        if "inv_freq" in buffer_name and buffer.dtype != torch.float32:
+            raise ConversionError(f"transformers holds {buffer_name} in {buffer.dtype}; parity needs it in float32")
+    model.eval()
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return TorchReference(model, decoder, prefix, dtype)
