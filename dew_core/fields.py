@@ -29,7 +29,9 @@ from .records import (
 class DecoderFields:
     """Everything a decoder is: the decoder reference's `CausalTransformer` fields.
 
-    `dtype` is the compute dtype by name ("bfloat16", …), None for the parameters' own.
+    `dtype` is the compute dtype by name ("bfloat16", …), None for the parameters' own. `rope_interleave` is beyond
+    the reference's fields: rotary pairs are neighbours, (2i, 2i + 1), as the weights of GLM-4 and DeepSeek V3 are
+    stored (the reference permutes such weights; here weights stay as stored).
     """
 
     vocab_size: int
@@ -45,6 +47,7 @@ class DecoderFields:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float | None = None
     partial_rotary_type: str = "proportional"
+    rope_interleave: bool = False
     layer_types: tuple[str, ...] | None = None
     kinds: Mapping[str, LayerKind] | None = None
     norm_eps: float = 1e-05

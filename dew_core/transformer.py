@@ -85,6 +85,7 @@ class CausalTransformer(nn.Module):
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float | None = None
     partial_rotary_type: str = "proportional"
+    rope_interleave: bool = False
     layer_types: tuple[str, ...] | None = None
     kinds: Mapping[str, LayerKind] | None = None
     norm_eps: float = 1e-05
@@ -260,6 +261,7 @@ class CausalTransformer(nn.Module):
         return partial(
             CausalSelfAttention,
             **geometry,
+            rope_interleaved=self.rope_interleave,
             max_seq_len=self.max_seq_len,
             causal=self.causal,
             qk_norm=self.qk_norm,

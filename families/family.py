@@ -10,7 +10,7 @@ from ..dew_core.fields import DecoderFields
 from .errors import Finding, FindingsError
 from .fields import Line, Reading, read_lines, write_lines
 from .rules import Carried, Statement
-from .spelling import Canonical, canonical, respell
+from .spelling import Canonical, KindRope, canonical, respell
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Family:
 
     fields: the first table. weights: the second, statements from decoder fields. architecture: the class name of a
     text-only config. reference: "transformers:Class" or "dewconv:module.Class", what parity compares with.
-    scaled_kind: the layer type old rope spellings scale (`spelling.canonical`), None for one rope.
+    kind_rope: how old rope spellings distribute over layer types (`spelling.KindRope`), None for one rope.
+    carried: tensors that a canonical config announces and the decoder does not compute with (prediction depths).
     """
 
     name: str
@@ -82,11 +83,12 @@ class Family:
     variants: Mapping[str, Variant]
     spellings: tuple[Spelling, ...] = (Spelling(),)
     wrapper: Wrapper | None = None
-    scaled_kind: str | None = None
+    kind_rope: KindRope | None = None
+    carried: Callable[[Mapping[str, Any]], Iterable[Carried]] = lambda config: ()
 
     def canonical(self, config: Mapping[str, Any]) -> Canonical:
         """`config` in canonical spelling (`spelling.canonical`)."""
-        return canonical(config, self.wrapper.shared if self.wrapper else (), self.scaled_kind)
+        return canonical(config, self.wrapper.shared if self.wrapper else (), self.kind_rope)
 
     def read(self, config: Mapping[str, Any]) -> tuple[DecoderFields, tuple[str, ...]]:
         """The decoder fields of a config.json, and notices for the user.
@@ -127,7 +129,7 @@ class Family:
         before = write_lines(self.fields, self.read(config)[0])
         after = write_lines(self.fields, fields)
         changes = {key: value for key, value in after.items() if before.get(key) != value}
-        return respell(config, changes, self.scaled_kind)
+        return respell(config, changes, self.kind_rope)
 
 
 def _foreign(model_type: object, family: Family) -> Finding:

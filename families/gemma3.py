@@ -29,6 +29,7 @@ from .fields import Config, Unreadable, count, fixed, flag, inert, optional, pos
 from .rope import KEY as ROPE
 from .rope import rope_of_kind, write_rope_of_kind
 from .rules import Carried, Statement
+from .spelling import KindRope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -328,5 +329,5 @@ FAMILY = Family(
     variants=VARIANTS,
     spellings=(Spelling(), HUB, SAVED),
     wrapper=WRAPPER,
-    scaled_kind=FULL,
+    kind_rope=KindRope(),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -275,8 +275,49 @@ class Zeros:
             yield self.source.format_map(dict(zip(self.over, values, strict=True))), self.view
 
 
-Statement = Rule | Alias | Carried | Zeros
+@dataclass(frozen=True)
+class OneOf:
+    """Rules for one thing that releases store in several forms: the names on disk decide which.
+
+    what: the thing, for messages ("the experts of layer 3"). forms: a name for each form and its rules, the hub's
+    first. All forms fill the same leaves, so a bank does not know which it came from, and export writes the form
+    that was read.
+    """
+
+    what: str
+    forms: Mapping[str, tuple[Rule, ...]]
+
+    def chosen(self, names: Container[str]) -> tuple[tuple[Rule, ...], Finding | None]:
+        """The rules of the form that `names` holds tensors of (the first form when of none), and a finding when
+        it holds tensors of two."""
+        met = {
+            form: next((place.source for rule in rules for place in rule.placements() if place.source in names), None)
+            for form, rules in self.forms.items()
+        }
+        held = [form for form, name in met.items() if name is not None]
+        rules = self.forms[held[0]] if held else next(iter(self.forms.values()))
+        if len(held) < 2:
+            return rules, None
+        found = " and ".join(f"{form} ({met[form]})" for form in held)
+        return rules, Finding(self.what, found, "one form", "remove the tensors of the other form")
+
+
+Statement = Rule | Alias | Carried | Zeros | OneOf
 """What a family's `weights` may yield."""
+
+
+def settle(statements: Iterable[Statement], names: Container[str]) -> tuple[list[Statement], list[Finding]]:
+    """`statements` with every `OneOf` replaced by the rules of the form that the tensor `names` have."""
+    settled: list[Statement] = []
+    findings: list[Finding] = []
+    for item in statements:
+        if isinstance(item, OneOf):
+            rules, finding = item.chosen(names)
+            settled += rules
+            findings += [finding] if finding is not None else []
+        else:
+            settled.append(item)
+    return settled, findings
 
 
 def names_in(template: str) -> set[str]:
@@ -285,8 +326,9 @@ def names_in(template: str) -> set[str]:
 
 
 def placements(statements: Iterable[Statement]) -> list[Placement]:
-    """Every rule of `statements` at every combination of its indices, in order."""
-    return [place for item in statements if isinstance(item, Rule) for place in item.placements()]
+    """Every rule of `statements` at every combination of its indices, in order; of a `OneOf`, its first form's."""
+    settled, _ = settle(statements, ())
+    return [place for item in settled if isinstance(item, Rule) for place in item.placements()]
 
 
 def leaf_shapes(places: Iterable[Placement]) -> dict[str, tuple[int, ...]]:

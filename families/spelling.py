@@ -21,6 +21,19 @@ TEXT_CONFIG = "text_config"
 
 
 @dataclass(frozen=True)
+class KindRope:
+    """How the old spellings of a family with a rope per layer type distribute over the types.
+
+    scaled: the type that `rope_scaling` and `rope_theta` belong to. local: the other type. local_theta: the old key
+    of its base: Gemma 3's `rope_local_base_freq`; `rope_theta` where both types share one base (OLMo 3).
+    """
+
+    scaled: str = "full_attention"
+    local: str = "sliding_attention"
+    local_theta: str = "rope_local_base_freq"
+
+
+@dataclass(frozen=True)
 class Canonical:
     """A config in canonical spelling.
 
@@ -33,13 +46,12 @@ class Canonical:
     conflicts: tuple[Finding, ...]
 
 
-def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), scaled_kind: str | None = None) -> Canonical:
+def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), kind_rope: KindRope | None = None) -> Canonical:
     """`config` in canonical spelling; `config` itself is not changed.
 
     shared: keys that a wrapper may state at its top level or in its text config; the text config's is taken.
-    scaled_kind: for a family whose rotary positions are per layer type, the type that the old spelling's
-    `rope_scaling` and `rope_theta` belong to (Gemma 3: `full_attention`, transformers 5.24
-    `Gemma3TextConfig.convert_rope_params_to_dict`); None for a family with one rope.
+    kind_rope: for a family whose rotary positions are per layer type, how the old spellings distribute
+    (transformers 5.24 `Gemma3TextConfig.convert_rope_params_to_dict`); None for a family with one rope.
     """
     conflicts: list[Finding] = []
     if isinstance(config.get(TEXT_CONFIG), Mapping):
@@ -60,18 +72,18 @@ def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), scaled_kind
             if part.setdefault("dtype", old) != old:
                 conflicts.append(_conflict("dtype", "dtype", part["dtype"], "torch_dtype", old))
 
-    rope = _rope(text, scaled_kind, conflicts)
+    rope = _rope(text, kind_rope, conflicts)
     if rope:
         text["rope_parameters"] = rope
     return Canonical(text, wrapper, tuple(conflicts))
 
 
-def _rope(text: dict[str, Any], scaled_kind: str | None, conflicts: list[Finding]) -> dict[str, Any]:
+def _rope(text: dict[str, Any], kind_rope: KindRope | None, conflicts: list[Finding]) -> dict[str, Any]:
     stated = {key: text.pop(key) for key in ROPE_KEYS if key in text}
     rope = dict(stated.get("rope_parameters") or {})
     nested = bool(rope) and all(isinstance(value, Mapping | None) for value in rope.values())
     parts = {kind: dict(value or {}) for kind, value in rope.items()} if nested else None
-    if parts is None and scaled_kind is not None:
+    if parts is None and kind_rope is not None:
         # Flat parameters of a per-type family stay flat: the family refuses them, since its class ignores them.
         if rope:
             return rope
@@ -80,7 +92,7 @@ def _rope(text: dict[str, Any], scaled_kind: str | None, conflicts: list[Finding
         _one_type(part, conflicts)
 
     scaling = stated.get("rope_scaling")
-    target = rope if parts is None else parts.setdefault(scaled_kind or "full_attention", {})
+    target = rope if parts is None else parts.setdefault((kind_rope or KindRope()).scaled, {})
     if isinstance(scaling, Mapping):
         scaling = dict(scaling)
         _one_type(scaling, conflicts)
@@ -92,9 +104,9 @@ def _rope(text: dict[str, Any], scaled_kind: str | None, conflicts: list[Finding
             Finding("config key 'rope_scaling'", repr(scaling), "an object or null", "correct config.json")
         )
     _fill(target, "rope_theta", stated, "rope_theta", conflicts)
-    if scaled_kind is not None and parts is not None:
-        _fill(parts.setdefault("sliding_attention", {}), "rope_theta", stated, "rope_local_base_freq", conflicts)
-    elif "rope_local_base_freq" in stated:
+    if kind_rope is not None and parts is not None:
+        _fill(parts.setdefault(kind_rope.local, {}), "rope_theta", stated, kind_rope.local_theta, conflicts)
+    if "rope_local_base_freq" in stated and (kind_rope is None or kind_rope.local_theta != "rope_local_base_freq"):
         text["rope_local_base_freq"] = stated["rope_local_base_freq"]
     if parts is None:
         return rope
@@ -124,7 +136,7 @@ def _conflict(key: str, here: str, value: Any, there: str, other: Any) -> Findin
     )
 
 
-def respell(config: Mapping[str, Any], changes: Mapping[str, Any], scaled_kind: str | None = None) -> dict[str, Any]:
+def respell(config: Mapping[str, Any], changes: Mapping[str, Any], kind_rope: KindRope | None = None) -> dict[str, Any]:
     """`config` with the canonical `changes` written in the spelling that `config` uses; key order is kept.
 
     A key that `config` states nowhere is added in canonical spelling (into the text config of a wrapper).
@@ -134,7 +146,7 @@ def respell(config: Mapping[str, Any], changes: Mapping[str, Any], scaled_kind: 
     text = result[TEXT_CONFIG] if wrapped else result
     for key, value in changes.items():
         if key == "rope_parameters":
-            _respell_rope(text, value, scaled_kind)
+            _respell_rope(text, value, kind_rope)
         elif key == "dtype":
             holders = [part for part in (text, result) if "dtype" in part or "torch_dtype" in part] or [text]
             for part in holders:
@@ -147,21 +159,21 @@ def respell(config: Mapping[str, Any], changes: Mapping[str, Any], scaled_kind: 
     return result
 
 
-def _respell_rope(text: dict[str, Any], rope: Mapping[str, Any], scaled_kind: str | None) -> None:
+def _respell_rope(text: dict[str, Any], rope: Mapping[str, Any], kind_rope: KindRope | None) -> None:
     old = "rope_parameters" not in text and any(key in text for key in ROPE_KEYS)
-    if not old:
+    main = dict(rope.get(kind_rope.scaled, {}) if kind_rope else rope)
+    local = rope.get(kind_rope.local, {}).get("rope_theta") if kind_rope else None
+    shared = kind_rope is not None and kind_rope.local_theta == "rope_theta"
+    if not old or (shared and local not in (None, main.get("rope_theta"))):
+        # The old spelling cannot say two bases where the family has one key for both.
+        for key in ROPE_KEYS:
+            text.pop(key, None)
         text["rope_parameters"] = copy.deepcopy(dict(rope))
         return
-    main = dict(rope.get(scaled_kind, {}) if scaled_kind else rope)
     text["rope_theta"] = main.pop("rope_theta", text.get("rope_theta"))
-    before = text.get("rope_scaling") or {}
     kind = main.pop("rope_type", "default")
-    if "type" in before and "rope_type" not in before:
-        scaling = {"type": kind, **main}
-    else:
-        scaling = {"rope_type": kind, **main}
-    text["rope_scaling"] = None if kind == "default" else scaling
-    if scaled_kind:
-        local = rope.get("sliding_attention", {}).get("rope_theta")
-        if local is not None:
-            text["rope_local_base_freq"] = local
+    before = text.get("rope_scaling") or {}
+    named = "type" if "type" in before and "rope_type" not in before else "rope_type"
+    text["rope_scaling"] = None if kind == "default" else {named: kind, **main}
+    if kind_rope and local is not None:
+        text[kind_rope.local_theta] = local
