@@ -25,7 +25,7 @@ from .fields import (
     value_of,
     via,
 )
-from .rules import Alias, Rule, Statement, View
+from .rules import Alias, OneOf, Rule, Statement, View
 
 # Fields
 
@@ -254,15 +254,85 @@ def attention(d: DecoderFields) -> Iterator[Rule]:
             yield vector(f"{source}k_norm.weight", f"{leaf}k_norm/scale", key_value if whole else head_dim, over)
 
 
-def gated_mlp(d: DecoderFields) -> Iterator[Rule]:
-    """The gated feed-forward of every dense layer: gate, up and down projections, without biases."""
+def dense_layers(d: DecoderFields) -> dict[int, list[int]]:
+    """The layers with a dense feed-forward, by its width."""
     widths_of: dict[int, list[int]] = {}
     for index, spec in enumerate(layer_plan(d).specs):
         if not spec.routed and spec.width:
             widths_of.setdefault(spec.width, []).append(index)
-    for width, members in widths_of.items():
+    return widths_of
+
+
+def gated_mlp(d: DecoderFields) -> Iterator[Rule]:
+    """The gated feed-forward of every dense layer: gate, up and down projections, without biases."""
+    for width, members in dense_layers(d).items():
         over = {"l": members}
         source, leaf = "model.layers.{l}.mlp.", "layers_{l}/mlp/"
         for name in ("gate_proj", "up_proj"):
             yield linear(f"{source}{name}.weight", f"{leaf}{name}/kernel", d.emb_features, width, over)
         yield linear(f"{source}down_proj.weight", f"{leaf}down_proj/kernel", width, d.emb_features, over)
+
+
+def experts(d: DecoderFields, shared: str = "shared_experts") -> Iterator[Statement]:
+    """The routed feed-forward of every sparse layer: router, its correction bias, experts, shared experts.
+
+    Experts lie one tensor each on the hub, or fused in two tensors a layer (`gate_up_proj` [E, 2 I, D], gate rows
+    first, and `down_proj` [E, D, I]: transformers 5's form in memory).
+    """
+    mixture = d.mixture
+    if mixture is None:
+        return
+    count, features = mixture.experts, d.emb_features
+    for index, spec in enumerate(layer_plan(d).specs):
+        if not spec.routed:
+            continue
+        width = mixture.expert_features or spec.width
+        source, leaf, here = "model.layers.{l}.mlp.", "layers_{l}/mlp/", {"l": [index]}
+        yield linear(f"{source}gate.weight", f"{leaf}gate/kernel", features, count, here)
+        if mixture.bias:
+            bias = "gate.e_score_correction_bias"
+            yield vector(f"{source}{bias}", f"{leaf}{bias.replace('.', '/')}", count, here)
+        each = {"l": [index], "e": range(count)}
+        single = tuple(
+            linear(f"{source}experts.{{e}}.{name}.weight", f"{leaf}experts/{name}/kernel", inputs, outputs, each)
+            for name, inputs, outputs in (
+                ("gate_proj", features, width),
+                ("up_proj", features, width),
+                ("down_proj", width, features),
+            )
+        )
+        both = View.of(count, 2 * width, features)
+        stack = View.of(count, features, width)
+        fused = (
+            Rule(
+                f"{source}experts.gate_up_proj",
+                both[:, :width].transpose(0, 2, 1),
+                f"{leaf}experts/gate_proj/kernel",
+                stack,
+                here,
+            ),
+            Rule(
+                f"{source}experts.gate_up_proj",
+                both[:, width:].transpose(0, 2, 1),
+                f"{leaf}experts/up_proj/kernel",
+                stack,
+                here,
+            ),
+            Rule(
+                f"{source}experts.down_proj",
+                View.of(count, features, width).transpose(0, 2, 1),
+                f"{leaf}experts/down_proj/kernel",
+                View.of(count, width, features),
+                here,
+            ),
+        )
+        yield OneOf(f"the experts of layer {index}", {"one tensor an expert": single, "fused": fused})
+        if mixture.shared_features:
+            size = mixture.shared_features
+            for name in ("gate_proj", "up_proj"):
+                yield linear(
+                    f"{source}{shared}.{name}.weight", f"{leaf}shared_experts/{name}/kernel", features, size, here
+                )
+            yield linear(
+                f"{source}{shared}.down_proj.weight", f"{leaf}shared_experts/down_proj/kernel", size, features, here
+            )

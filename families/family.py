@@ -52,7 +52,9 @@ class Variant:
     config: a whole config.json. why: what it shows. spelling: which of the family's spellings the file uses.
     head: "own" when untied; for a tied config "absent", or an "equal" or "different" `lm_head.weight` on disk.
     float32: name endings stored in float32 in an otherwise bfloat16 file. storage: the file's dtype. length: tokens
-    of the longest probe (past every window, chunk and rope threshold of the config).
+    of the longest probe (past every window, chunk and rope threshold of the config). form: which of the forms of a
+    `OneOf` the file has, the hub's when empty. correction_bias: mean and spread of a router's correction biases.
+    depths: prediction-depth layers in the file past the last layer.
     """
 
     config: Mapping[str, Any]
@@ -62,6 +64,9 @@ class Variant:
     storage: Literal["float32", "bfloat16"] = "float32"
     float32: tuple[str, ...] = ()
     length: int = 48
+    form: str = ""
+    correction_bias: tuple[float, float] | None = None
+    depths: int = 0
 
 
 @dataclass(frozen=True)

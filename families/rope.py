@@ -30,6 +30,9 @@ _MEMBERS = {
 }
 
 
+PARTIAL = "partial_rotary_factor"
+
+
 def read_rope(params: Mapping[str, Any], config: Config, default_theta: float, where: str = KEY) -> dict[str, Any]:
     """One rope record as decoder fields `rope_theta`, `rope_scaling`, `yarn` (transformers 5.24
     `modeling_rope_utils`). `original_max_position_embeddings` falls back to `max_position_embeddings`, and YaRN's
@@ -107,6 +110,28 @@ def rope(default_theta: float = 10000.0) -> Line:
         return {KEY: write_rope(fields.rope_theta, fields.rope_scaling, fields.yarn)}
 
     return via((KEY,), read, write)
+
+
+def partial_rope(default_factor: float, default_theta: float = 10000.0) -> Line:
+    """One rope for every layer that turns the first `partial_rotary_factor` of a head, stated at the top level, in
+    `rope_parameters` or both (transformers 5.24 `Glm4RotaryEmbedding`, `Glm4MoeRotaryEmbedding`)."""
+
+    def read(config: Config) -> Mapping[str, Any]:
+        params = dict(value_of(config, KEY, _mapping, {}))
+        inside, outside = params.pop(PARTIAL, None), config.get(PARTIAL)
+        if inside is not None and outside is not None and inside != outside:
+            raise Unreadable(PARTIAL, outside, f"{inside!r}, as in {KEY}")
+        factor = next((value for value in (inside, outside) if value is not None), default_factor)
+        if positive(PARTIAL, factor) > 1:
+            raise Unreadable(PARTIAL, factor, "a fraction of the head")
+        read = read_rope(params, config, default_theta)
+        return read | {"partial_rotary_factor": float(factor), "partial_rotary_type": "prefix"}
+
+    def write(fields: DecoderFields) -> Mapping[str, Any]:
+        record = write_rope(fields.rope_theta, fields.rope_scaling, fields.yarn)
+        return {KEY: record | {PARTIAL: fields.partial_rotary_factor}}
+
+    return via((KEY, PARTIAL), read, write)
 
 
 def rope_of_kind(kind: str, config: Config, default_theta: float) -> dict[str, Any]:

@@ -172,6 +172,8 @@ def _respell_rope(text: dict[str, Any], rope: Mapping[str, Any], kind_rope: Kind
         return
     text["rope_theta"] = main.pop("rope_theta", text.get("rope_theta"))
     kind = main.pop("rope_type", "default")
+    if "partial_rotary_factor" in main:
+        text["partial_rotary_factor"] = main.pop("partial_rotary_factor")
     before = text.get("rope_scaling") or {}
     named = "type" if "type" in before and "rope_type" not in before else "rope_type"
     text["rope_scaling"] = None if kind == "default" else {named: kind, **main}

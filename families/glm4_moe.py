@@ -1,0 +1,258 @@
+"""GLM-4.5, 4.5-Air, 4.6 and 4.7 (transformers 5.24 `Glm4MoeForCausalLM`, `Glm4MoeConfig`).
+
+Half-split rope over half of a head, q/k norm where `use_qk_norm` says so, dense first layers, then experts chosen by
+a sigmoid with a float32 correction bias, beside shared ones. Prediction-depth layers follow the last layer on disk;
+transformers ignores them, and they are carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..dew_core.fields import DecoderFields
+from ..dew_core.records import Mixture
+from .blocks import (
+    PRE_NORMS,
+    activation,
+    attention,
+    bookkeeping,
+    experts,
+    gated_mlp,
+    layer_norms,
+    tied,
+    trunk,
+    widths,
+)
+from .family import Family, Variant
+from .fields import Config, Unreadable, count, flag, inert, positive, same, value_of, via
+from .rope import partial_rope
+from .rules import Carried, Statement
+
+DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The releases' key, and transformers 5's (`Glm4MoeConfig.attribute_map`)."""
+
+
+def whole(key: str, value: Any) -> int:
+    """A whole number, 0 included; null is 0. Raises Unreadable."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Unreadable(key, value, "a whole number")
+    return value
+
+
+def read_mixture(config: Config) -> Mapping[str, Any]:
+    """The experts (`Glm4MoeMoE`, `Glm4MoeTopkRouter`): layers from `first_k_dense_replace` on are sparse."""
+    total = value_of(config, "n_routed_experts", count, 128)
+    chosen = value_of(config, "num_experts_per_tok", count, 8)
+    groups = value_of(config, "n_group", count, 1)
+    kept = value_of(config, "topk_group", count, 1)
+    if total % groups or total // groups < 2:
+        raise Unreadable("n_group", groups, f"a divisor of n_routed_experts, {total}, with two experts a group")
+    if kept > groups:
+        raise Unreadable("topk_group", kept, f"at most n_group, {groups}")
+    if chosen > kept * (total // groups):
+        raise Unreadable(
+            "num_experts_per_tok", chosen, f"at most the {kept * (total // groups)} experts of kept groups"
+        )
+    layers = value_of(config, "num_hidden_layers", count, 46)
+    width = value_of(config, "moe_intermediate_size", count, 1408)
+    mixture = Mixture(
+        experts=total,
+        top_k=chosen,
+        layers=tuple(range(min(value_of(config, "first_k_dense_replace", whole, 1), layers), layers)),
+        score_function="sigmoid",
+        norm_topk_prob=value_of(config, "norm_topk_prob", flag, True),
+        scaling=float(value_of(config, "routed_scaling_factor", positive, 1.0)),
+        groups=groups,
+        groups_per_token=kept,
+        bias=True,
+        expert_features=width,
+        shared_features=width * value_of(config, "n_shared_experts", count, 1),
+    )
+    return {"mixture": mixture}
+
+
+def write_mixture(d: DecoderFields) -> Mapping[str, Any]:
+    mixture = d.mixture
+    if mixture is None or mixture.expert_features is None:
+        return {}
+    sparse = mixture.layers if mixture.layers is not None else range(d.num_layers)
+    return {
+        "n_routed_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+        "n_group": mixture.groups,
+        "topk_group": mixture.groups_per_token,
+        "first_k_dense_replace": min(sparse, default=d.num_layers),
+        "moe_intermediate_size": mixture.expert_features,
+        "n_shared_experts": mixture.shared_features // mixture.expert_features,
+        "norm_topk_prob": mixture.norm_topk_prob,
+        "routed_scaling_factor": mixture.scaling,
+    }
+
+
+def depths(config: Config) -> int:
+    """How many prediction-depth layers a config announces, none where it names no count."""
+    return max((whole(key, config[key]) for key in DEPTHS if key in config), default=0)
+
+
+def read_depths(config: Config) -> Mapping[str, Any]:
+    depths(config)
+    return {}
+
+
+def notice_depths(config: Config) -> str | None:
+    found = depths(config)
+    return f"{found} prediction-depth layer(s) are carried for export and not computed" if found else None
+
+
+def carried(config: Config) -> Iterator[Carried]:
+    layers = value_of(config, "num_hidden_layers", count, 46)
+    for index in range(layers, layers + depths(config)):
+        yield Carried(f"model.layers.{index}.", "a prediction-depth layer, which the decoder does not compute")
+
+
+FIELDS = (
+    *bookkeeping(),
+    *widths(
+        vocab=151552,
+        hidden=4096,
+        intermediate=10944,
+        layers=46,
+        heads=96,
+        kv_heads=8,
+        head_dim=None,
+        longest=131072,
+        eps=1e-5,
+    ),
+    activation("hidden_act", "silu"),
+    tied(default=False),
+    same("attention_bias", "attention_bias", flag, False),
+    same("use_qk_norm", "qk_norm", flag, False),
+    partial_rope(default_factor=0.5),
+    via(
+        (
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "moe_intermediate_size",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "routed_scaling_factor",
+        ),
+        read_mixture,
+        write_mixture,
+    ),
+    via(DEPTHS, read_depths, lambda d: {}, "carried", notice_depths),
+    inert("output_router_logits", "router_aux_loss_coef", why="the training loss, and what the reference returns"),
+    via(
+        (),
+        lambda config: {"scale_after_cast": True, "o_proj_bias": False},
+        lambda d: {},
+        "Glm4MoeAttention biases q, k and v alone; Glm4MoeRMSNorm casts, then scales",
+    ),
+)
+
+
+def weights(d: DecoderFields) -> Iterator[Statement]:
+    yield from trunk(d)
+    yield from layer_norms(d, PRE_NORMS)
+    yield from attention(d)
+    yield from gated_mlp(d)
+    yield from experts(d)
+
+
+def _tiny(**changes: Any) -> dict[str, Any]:
+    """A released GLM-4.5 config at a size where every dimension differs."""
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [2, 3, 5],
+        "first_k_dense_replace": 1,
+        "head_dim": 12,
+        "hidden_act": "silu",
+        "hidden_size": 24,
+        "initializer_range": 0.02,
+        "intermediate_size": 28,
+        "max_position_embeddings": 256,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 18,
+        "n_group": 1,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "float32",
+        "transformers_version": "4.54.0",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 131,
+        **changes,
+    }
+
+
+def _without(*keys: str, **changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in _tiny(**changes).items() if key not in keys}
+
+
+VARIANTS = {
+    "qk_norm": Variant(_tiny(), "q/k norm, biases, one dense layer, a scaled sigmoid router (4.5 to 4.7)"),
+    "air": Variant(_tiny(use_qk_norm=False, routed_scaling_factor=1.0), "no q/k norm, unscaled weights (4.5-Air)"),
+    "plain": Variant(_tiny(attention_bias=False), "no biases"),
+    "fused": Variant(_tiny(), "experts fused in two tensors a layer", form="fused"),
+    "factor_absent": Variant(_without("partial_rotary_factor"), "half a head turns where the key is absent"),
+    "factor_third": Variant(_tiny(partial_rotary_factor=1 / 3), "a third of a head turns"),
+    "bias_seven": Variant(
+        _tiny(torch_dtype="bfloat16"),
+        "correction biases near 7 that differ by less than bfloat16 resolves, in float32 in a bfloat16 file",
+        storage="bfloat16",
+        float32=("e_score_correction_bias",),
+        correction_bias=(7.0, 0.2),
+    ),
+    "groups": Variant(
+        _tiny(n_routed_experts=8, n_group=4, topk_group=2),
+        "group limits under negative biased scores",
+        correction_bias=(-2.0, 0.2),
+    ),
+    "unnormalised": Variant(_tiny(norm_topk_prob=False), "weights as the sigmoid leaves them, scaled"),
+    "shared_two": Variant(_tiny(n_shared_experts=2), "two shared experts, one dense branch of twice the width"),
+    "odd_experts": Variant(_tiny(n_routed_experts=7, num_experts_per_tok=3), "an expert count that is no power of two"),
+    "wide": Variant(_tiny(moe_intermediate_size=24), "experts as wide as the model"),
+    "narrow": Variant(_tiny(moe_intermediate_size=12), "2 x intermediate equals hidden", form="fused"),
+    "depths": Variant(
+        _tiny(num_nextn_predict_layers=2), "two prediction-depth layers past the last layer, carried", depths=2
+    ),
+    "deep": Variant(
+        _tiny(num_hidden_layers=13, first_k_dense_replace=3, torch_dtype="bfloat16"),
+        "three dense layers, then ten sparse ones, in a bfloat16 file",
+        storage="bfloat16",
+        float32=("e_score_correction_bias",),
+    ),
+}
+
+FAMILY = Family(
+    name="glm4_moe",
+    model_types=("glm4_moe",),
+    architecture="Glm4MoeForCausalLM",
+    fields=FIELDS,
+    weights=weights,
+    reference="transformers:Glm4MoeForCausalLM",
+    variants=VARIANTS,
+    carried=carried,
+)
