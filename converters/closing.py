@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..families.errors import Finding
 from ..families.family import Family, Spelling
 from ..families.rules import (
     Alias,
     Carried,
+    OneOf,
     Placement,
     Rule,
     Statement,
     View,
     Zeros,
     leaf_findings,
+    settle,
     source_findings,
 )
 from .codecs import Logical, is_value
@@ -56,7 +58,7 @@ def choose_spelling(
     Each spelling is tried against the names the rules expect; a name that two spellings share decides nothing.
     """
     present = set(names)
-    expected = [place.source for item in statements if isinstance(item, Rule) for place in item.placements()]
+    expected = [place.source for rule in _every_rule(statements) for place in rule.placements()]
     met = {spelling: {spelling.of(name) for name in expected} & present for spelling in family.spellings}
     best = max(family.spellings, key=lambda spelling: len(met[spelling]))
     findings = []
@@ -84,19 +86,36 @@ def choose_spelling(
     return best, findings
 
 
+def _every_rule(statements: Iterable[Statement]) -> Iterator[Rule]:
+    """Every rule, those of every form included."""
+    for item in statements:
+        if isinstance(item, Rule):
+            yield item
+        elif isinstance(item, OneOf):
+            for rules in item.forms.values():
+                yield from rules
+
+
 def respell_statements(statements: Iterable[Statement], spelling: Spelling) -> list[Statement]:
     """The statements with tensor names in `spelling`."""
+
+    def rule(item: Rule) -> Rule:
+        return replace(item, source=spelling.of(item.source))
+
     result: list[Statement] = []
     for item in statements:
         match item:
             case Rule():
-                result.append(Rule(spelling.of(item.source), item.source_view, item.leaf, item.leaf_view, item.over))
+                result.append(rule(item))
+            case OneOf():
+                forms = {name: tuple(map(rule, rules)) for name, rules in item.forms.items()}
+                result.append(replace(item, forms=forms))
             case Zeros():
-                result.append(Zeros(spelling.of(item.source), item.view, item.over))
+                result.append(replace(item, source=spelling.of(item.source)))
             case Alias():
-                result.append(Alias(spelling.of(item.name), spelling.of(item.of), item.otherwise, item.why))
+                result.append(replace(item, name=spelling.of(item.name), of=spelling.of(item.of)))
             case Carried():
-                result.append(Carried(spelling.of(item.prefix), item.why))
+                result.append(replace(item, prefix=spelling.of(item.prefix)))
     return result
 
 
@@ -107,7 +126,7 @@ def close(statements: Sequence[Statement], beside: Sequence[Carried], tensors: M
     can hold, the views must tile each tensor and fill each leaf once, and the tensors that fill one leaf must be of
     one dtype.
     """
-    findings: list[Finding] = []
+    statements, findings = settle(statements, tensors)
     placements: list[Placement] = []
     aliases = [item for item in statements if isinstance(item, Alias) and item.name in tensors]
     zeros = [item for item in statements if isinstance(item, Zeros)]

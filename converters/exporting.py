@@ -231,8 +231,9 @@ def _tensors(banks: Banks) -> list[_Tensor]:
 
 def source_placements(banks: Banks) -> list[Placement]:
     """The family's rules at every index, in the source's tensor names."""
-    statements = banks.family.weights(banks.manifest.fields)
-    return placements(respell_statements(statements, banks.manifest.spelling))
+    statements = respell_statements(banks.family.weights(banks.manifest.fields), banks.manifest.spelling)
+    names = {name for header in banks.source_headers.values() for name in header.entries}
+    return placements(settle(statements, names)[0])
 
 
 def bank_layout(banks: Banks, places: Sequence[Placement]) -> dict[str, Leaf]:

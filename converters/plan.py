@@ -188,7 +188,7 @@ def close_source(
     source: Source, family: Family, fields: DecoderFields, codec: Codec, text_only: bool = False
 ) -> tuple[Spelling, Closing]:
     """The source's spelling and its names closed. Raises FindingsError with everything that does not close."""
-    statements = list(family.weights(fields))
+    statements = [*family.weights(fields), *family.carried(family.canonical(source.config).text)]
     stored = {name: Stored(name, item.dtype, item.shape) for name, item in source.tensors.items()}
     tensors = codec.logical(stored)
     spelling, findings = choose_spelling(family, statements, tensors)
