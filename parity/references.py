@@ -99,10 +99,10 @@ class TorchReference:
                     ids[:, start:stop],
                     position_ids=torch.arange(start, stop)[None].expand(batch, -1),
                     attention_mask=torch.ones(batch, stop, dtype=torch.long),
-                    past_key_values=cache,
+                    cache=cache,
                     use_cache=True,
                 )
-                cache = out.past_key_values
+                cache = out.cache
                 parts.append(out.logits)
         return as_float32(torch.cat(parts, dim=1))
 
