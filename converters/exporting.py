@@ -12,7 +12,7 @@ import numpy as np
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Spelling
-from ..families.rules import Placement, placements
+from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
 from .banks import SOURCE, Banks
 from .closing import respell_statements
