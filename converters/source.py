@@ -227,7 +227,9 @@ def _weight_map(text: bytes) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise ConversionError(f"{INDEX}: has no weight_map object")
     escapes = [
-        Finding(f"{INDEX} entry {name!r}", repr(shard), "a plain file name ending in .safetensors")
+        Finding(
+            f"{INDEX} entry {name!r}", repr(shard), "a plain file name ending in .safetensors", "fetch the index again"
+        )
         for name, shard in weight_map.items()
         if not _is_plain(shard)
     ]
