@@ -177,7 +177,9 @@ def from_leaves(
 ) -> JaxDecoder:
     """A decoder from per-layer leaves, cast to `dtype` as transformers' from_pretrained casts every weight, with
     its runs banked when `scan`."""
-    tree = unflatten_dict({tuple(path.split("/")): jnp.asarray(leaf, jnp.dtype(dtype)) for path, leaf in leaves.items()})
+    tree = unflatten_dict(
+        {tuple(path.split("/")): jnp.asarray(leaf, jnp.dtype(dtype)) for path, leaf in leaves.items()}
+    )
     if scan:
         tree = StackView(layer_plan(fields).groups).stack({"params": tree})["params"]
     return JaxDecoder(fields, tree, dtype, scan)
@@ -189,9 +191,14 @@ def layer_leaves(fields: DecoderFields, params: Mapping[str, Any]) -> dict[str, 
     return {"/".join(path): leaf for path, leaf in flatten_dict(tree).items()}
 
 
-def own_leaves(fields: DecoderFields) -> dict[str, tuple[int, ...]]:
+def own_leaves(fields: DecoderFields) -> Mapping[str, tuple[int, ...]]:
     """The decoder's own parameter tree, leaf path -> shape: `jax.eval_shape` of its init."""
-    model = CausalTransformer(**fields.replace(scan_layers=False).kwargs())
+    return _own_leaves(json.dumps(fields.to_json(), sort_keys=True))
+
+
+@lru_cache(maxsize=256)
+def _own_leaves(fields_json: str) -> Mapping[str, tuple[int, ...]]:
+    model = _model(fields_json, "float32", False, 1)
     tree = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     return {"/".join(path): tuple(leaf.shape) for path, leaf in flatten_dict(tree).items()}
 

@@ -1,0 +1,25 @@
+"""How far two correct evaluations of one decoder may lie apart: the bound, derived in docs/parity.md."""
+
+from __future__ import annotations
+
+ROUNDINGS = 40
+"""Roundings in series through one layer: two norms before and two after the sublayers (4 each), a projection, q/k
+norm (4), rotation (3), score and scale (2), softmax (4), values, o_proj, residual (3), gate, activation (3), product,
+down_proj, residual (4)."""
+
+CONSTANT = 8.0
+"""eps a layer, per unit of the largest reference value. sqrt(2 * ROUNDINGS) / 2 = 4.5 for two sides whose roundings
+are independent and at most eps / 2, times 1.8 for the largest of up to a million values (5 standard deviations)
+whose largest is at least 2.8 times their standard deviation. One value for every family, dtype and check."""
+
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""The spacing of a dtype at 1."""
+
+
+def rounding_bound(dtype: str, layers: int, largest: float, passes: int = 1) -> float:
+    """The largest error that rounding explains: CONSTANT * eps * passes * (layers + 1) * largest.
+
+    layers: decoder layers in the path; the one more is the embedding and the head. largest: the largest reference
+    value of what is compared. passes: how often the path is walked, 2 for gradients.
+    """
+    return CONSTANT * EPS[dtype] * passes * (layers + 1) * largest
