@@ -188,6 +188,16 @@ def close_source(
     source: Source, family: Family, fields: DecoderFields, codec: Codec, text_only: bool = False
 ) -> tuple[Spelling, Closing]:
     """The source's spelling and its names closed. Raises FindingsError with everything that does not close."""
+    spelling, closing, findings = examine_names(source, family, fields, codec, text_only)
+    if findings:
+        raise FindingsError(source.label, findings)
+    return spelling, closing
+
+
+def examine_names(
+    source: Source, family: Family, fields: DecoderFields, codec: Codec, text_only: bool = False
+) -> tuple[Spelling, Closing, list[Finding]]:
+    """The source's spelling, what the family's statements make of its tensors, and everything that does not close."""
     statements = [*family.weights(fields), *family.carried(family.canonical(source.config).text)]
     stored = {name: Stored(name, item.dtype, item.shape) for name, item in source.tensors.items()}
     tensors = codec.logical(stored)
@@ -196,9 +206,7 @@ def close_source(
     findings = [*findings, *closing.findings]
     if not text_only:
         findings += _broken_promises(source, family)
-    if findings:
-        raise FindingsError(source.label, findings)
-    return spelling, closing
+    return spelling, closing, findings
 
 
 def _tensor_findings(source: Source, family: Family, values: Mapping[str, Any]) -> list[Finding]:

@@ -1,0 +1,163 @@
+"""What the command prints: tables, progress, JSON. rich on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from .converters.writing import Progress
+
+Cell = str | tuple[str, str]
+"""A table's cell: its text, or (text, rich style)."""
+
+
+def plain(text: object) -> str:
+    """`text` with every character that a terminal might act on written as an escape: names come from files."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: 987 B, 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def seconds(count: float) -> str:
+    """A duration: 0.4 s, 2 min 5 s."""
+    return f"{count:.1f} s" if count < 60 else f"{int(count // 60)} min {int(count % 60)} s"
+
+
+def figure(value: float | None) -> str:
+    """A measured number, short: 1.2e-07; a dash for none."""
+    return "-" if value is None else f"{value:.2g}"
+
+
+def say(line: str = "", end: str = "\n") -> None:
+    """A line of the answer, on stdout."""
+    sys.stdout.write(line + end)
+    sys.stdout.flush()
+
+
+def note(line: str) -> None:
+    """A line beside the answer, on stderr."""
+    sys.stdout.flush()
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def document(value: Any) -> None:
+    """`value` as the one JSON document on stdout."""
+    say(json.dumps(finite(value), indent=2))
+
+
+def finite(value: Any) -> Any:
+    """`value` with the numbers JSON has not (inf, nan) as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequence[str] = ()) -> None:
+    """A table on stdout; `right` names the columns of figures. Cells are made plain here."""
+    texts = [[plain(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in columns:
+            grid.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
+        for row, words in zip(rows, texts, strict=True):
+            styles = ["" if isinstance(cell, str) else cell[1] for cell in row]
+            grid.add_row(*(Text(word, style) for word, style in zip(words, styles, strict=True)))
+        Console().print(grid)
+        return
+    widths = [max(len(name), *(len(row[i]) for row in texts), 0) for i, name in enumerate(columns)]
+    for row in [list(columns), *texts]:
+        cells = [
+            word.rjust(width) if name in right else word.ljust(width)
+            for word, width, name in zip(row, widths, columns, strict=True)
+        ]
+        say("  ".join(cells).rstrip())
+
+
+@contextmanager
+def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
+    """A progress display on stderr while copying: files, bytes, rate, time left. None when stderr is no terminal or
+    `quiet`. Its argument order is the converters' `Progress`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[begun]}/{task.fields[files]} files"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    begun: set[str] = set()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(verb, total=None, begun=0, files=files)
+
+        def advance(name: str, done: int, total: int) -> None:
+            begun.add(name)
+            display.update(task, completed=done, total=total, begun=len(begun))
+
+        yield advance
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy came to: bytes of tensors, files written, seconds taken."""
+
+    bytes: int
+    files: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.bytes / self.seconds if self.seconds > 0 else math.inf
+
+    def __str__(self) -> str:
+        rate = f", {size(self.rate)}/s" if self.bytes and math.isfinite(self.rate) else ""
+        return f"{self.files} files, {size(self.bytes)} of tensors in {seconds(self.seconds)}{rate}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes": self.bytes,
+            "files": self.files,
+            "seconds": round(self.seconds, 3),
+            "bytes_per_second": round(self.rate) if math.isfinite(self.rate) else None,
+        }
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return monotonic() - self._start
