@@ -79,9 +79,16 @@ class DecodeCache:
 
 
 def _write(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:
-    """Each row of `new` over `stored`'s at the row's own start along `axis` (of a row)."""
+    """Each row of `new` over `stored`'s at the row's own start along `axis` (of a row), in place under jit."""
     if stored.shape[0] == 1:
-        return jax.lax.dynamic_update_slice_in_dim(stored, new, start[0], axis + 1)
+        # The conditional keeps XLA's CPU fusion from writing one row twice, once for the caller and once for the
+        # reader, which copies the whole cache on every step.
+        return jax.lax.cond(
+            start[0] < stored.shape[axis + 1],
+            lambda s: jax.lax.dynamic_update_slice_in_dim(s, new, start[0], axis + 1),
+            lambda s: s,
+            stored,
+        )
     return jax.vmap(lambda s, n, at: jax.lax.dynamic_update_slice_in_dim(s, n, at, axis))(stored, new, start)
 
 
