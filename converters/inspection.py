@@ -1,4 +1,4 @@
-"""Looking at a checkpoint without converting it: its family, decoder, layer runs, rules and sizes, from headers alone."""
+"""A checkpoint looked at and not converted: family, decoder, layer runs, rules and sizes, from headers alone."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def load(
             value = jax.device_put(array, sharding)
         else:
             value = jax.make_array_from_callback(array.shape, sharding, lambda at, array=array: array[at])
-        target = _cast(array, dtype)
+        target = _cast(name, array, dtype)
         params[name] = value if target is None else value.astype(target)
     return model, {"params": nested(params)}
 
@@ -165,14 +165,16 @@ def _shapes_by_layer(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[st
             yield from ((f"layers_{layer}/{below}", shape[1:]) for layer in layers)
 
 
-def _cast(array: np.ndarray, dtype: str | None) -> np.dtype | None:
-    """What an array is cast to on request, None to leave it."""
+def _cast(path: str, array: np.ndarray, dtype: str | None) -> np.dtype | None:
+    """What a parameter is cast to on request, None to leave it."""
     floats = {NUMPY[name] for name in FLOATS.values()}
     if dtype is None or array.dtype not in floats or array.dtype == NUMPY[FLOATS[dtype]]:
         return None
     target = NUMPY[FLOATS[dtype]]
+    layers = group_layers(path.partition("/")[0])
+    axes = array.ndim - (layers is not None and len(layers) > 1)
     widens = np.promote_types(array.dtype, target) == target
-    return target if widens or array.ndim >= 2 else None
+    return target if widens or axes >= 2 else None
 
 
 def _placement(mesh: Any, shardings: Shardings) -> Callable[[str, tuple[int, ...]], Any]:

@@ -69,7 +69,10 @@ class Source:
 
     def open_shard(self, name: str) -> MappedFile:
         """A shard's map. Raises ConversionError when the file is no longer the one whose header was read."""
-        return MappedFile(self.root / name, self.headers[name])
+        try:
+            return MappedFile(self.root / name, self.headers[name])
+        except OSError as error:
+            raise ConversionError(f"{self.label}: {name} cannot be read any more ({error.strerror})") from error
 
     def etag(self, name: str) -> str | None:
         """The hub's etag of a file: the name of its blob, when the file is a link into a hub cache's blobs."""
@@ -100,7 +103,10 @@ def open_source(
         repo, commit = text, root.name
     else:
         raise ConversionError(f"{text}: no such directory (a hub id looks like org/name)")
-    return _read(text, root, repo, commit)
+    try:
+        return _read(text, root, repo, commit)
+    except OSError as error:
+        raise ConversionError(f"{text}: cannot be read ({error})") from error
 
 
 def _local_root(path: Path, revision: str | None) -> tuple[Path, str | None, str | None]:

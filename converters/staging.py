@@ -52,7 +52,7 @@ def staged(out: Path) -> Iterator[Path]:
         _sync_tree(stage)
         _swap(stage, out)
     except OSError as error:
-        raise ConversionError(f"{out}: cannot be written ({error.strerror or error})") from error
+        raise ConversionError(f"{out}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     sync_directory(parent)

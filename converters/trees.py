@@ -54,9 +54,11 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unboxed(leaf: Any) -> Any:
-    """The array in a box that also has a shape (nnx variables pass their array's attributes through)."""
+    """The array in a box that passes its array's attributes through (an nnx `Variable`), or the leaf itself."""
+    if hasattr(leaf, "get_value"):
+        return leaf.get_value()
     value = getattr(leaf, "value", None)
-    return value if value is not None and hasattr(value, "dtype") and hasattr(value, "shape") else leaf
+    return value if hasattr(value, "dtype") and hasattr(value, "shape") else leaf
 
 
 def layer_leaves(variables: Any) -> tuple[dict[str, LeafArray], list[Finding]]:
