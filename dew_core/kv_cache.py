@@ -39,7 +39,7 @@ def refuse_unbuildable_cache(cache: KVCache) -> None:
 
 
 class DecodeCache:
-    """A layer's cache variables in an attention module's scope: `append` writes, `keys`… read.
+    """A layer's cache variables in an attention module's scope: `append` writes, the leaves are read as they lie.
 
     `allocated` is whether the variables existed when the call began. The first decode-mode call allocates
     them and writes nothing (`CausalTransformer.init_cache`).

@@ -31,6 +31,15 @@ def activate(name: str, x: jax.Array) -> jax.Array:
     return values.astype(x.dtype)
 
 
+def gated_product(name: str, gate: jax.Array, up: jax.Array, limit: float | None = None) -> jax.Array:
+    """act(gate) * up, with the gate capped from above at `limit` and up on both sides when it is set. Raises as
+    `activate` does."""
+    if limit is not None:
+        gate = jnp.minimum(gate, jnp.asarray(limit, gate.dtype))
+        up = jnp.clip(up, -limit, limit)
+    return activate(name, gate) * up
+
+
 class GatedMLP(nn.Module):
     """down_proj(act(gate_proj(x)) * up_proj(x)): [..., features] -> [..., features], bias-free.
 
@@ -64,7 +73,5 @@ class GatedMLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = checkpoint_name(self.gate_proj(x), "gate_proj")
         up = checkpoint_name(self.up_proj(x), "up_proj")
-        if self.swiglu_limit is not None:
-            gate = jnp.minimum(gate, jnp.asarray(self.swiglu_limit, gate.dtype))
-            up = jnp.clip(up, -self.swiglu_limit, self.swiglu_limit)
-        return checkpoint_name(self.down_proj(activate(self.activation, gate) * up), "down_proj")
+        hidden = gated_product(self.activation, gate, up, self.swiglu_limit)
+        return checkpoint_name(self.down_proj(hidden), "down_proj")

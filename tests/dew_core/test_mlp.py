@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from dewconv.dew_core.dense import Dense
-from dewconv.dew_core.mlp import GatedMLP, activate
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from dewconv.dew_core.dense import Dense
+from dewconv.dew_core.mlp import GatedMLP, activate
 
 HF_NAMES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "geglu_exact": "gelu"}
 LEAVES = ("gate_proj", "up_proj", "down_proj")
@@ -81,7 +82,7 @@ def test_refusals():
     x = jnp.ones((1, 1, 20))
     with pytest.raises(ValueError, match="'relu'"):
         GatedMLP(20, 28, activation="relu").init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="activation_sparsity is 0.95"):
+    with pytest.raises(ValueError, match=r"activation_sparsity is 0\.95"):
         GatedMLP(20, 28, activation_sparsity=0.95).init(jax.random.key(0), x)
 
 

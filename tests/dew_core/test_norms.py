@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from dewconv.dew_core.norms import RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from dewconv.dew_core.norms import RMSNorm
 
 CONVENTIONS = {
     "qwen3": (Qwen3RMSNorm, {"scale_after_cast": True}),

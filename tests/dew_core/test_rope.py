@@ -4,13 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from dewconv.dew_core.records import RopeScaling, YarnScaling
-from dewconv.dew_core.rope import apply_rotary, rotary_freqs, rotary_tables
 from transformers import Glm4Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_next import modeling_qwen3_next
+
+from dewconv.dew_core.records import RopeScaling, YarnScaling
+from dewconv.dew_core.rope import apply_rotary, rotary_freqs, rotary_tables
 
 # torch's vectorised fp32 power is off the correctly rounded one by up to 2 ulp, about one value in a hundred, and
 # each of the few fp32 operations of a ramp may round the other way.
@@ -80,7 +81,7 @@ def test_yarn_options(extra):
 
 
 def test_yarn_options_matter():
-    base = dict(factor=8.0, original_max_position_embeddings=4096)
+    base = {"factor": 8.0, "original_max_position_embeddings": 4096}
     plain, amplitude = rotary_freqs(64, 10000.0, yarn=YarnScaling(**base))
     assert not np.allclose(plain, rotary_freqs(64, 10000.0, yarn=YarnScaling(**base, truncate=False))[0], rtol=1e-3)
     assert not np.allclose(plain, rotary_freqs(64, 10000.0, yarn=YarnScaling(**base, beta_fast=16))[0], rtol=1e-3)
