@@ -143,7 +143,7 @@ def open_banks(path: str | Path) -> Banks:
 
 def checksum(data: bytes | np.ndarray) -> str:
     """The checksum of stored bytes: xxh3, 64 bits, in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else memoryview(data))
+    return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else data.data)
 
 
 def check_banks(banks: Banks, threads: int | None = None) -> list[Finding]:

@@ -41,9 +41,12 @@ class Logical:
 
 
 class Codec(Protocol):
-    """name: what the manifest calls it."""
+    """One way of storing logical tensors."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the manifest calls it."""
+        ...
 
     def logical(self, stored: Mapping[str, Stored]) -> dict[str, Logical]:
         """The logical tensors that `stored` make, by name. Raises ConversionError for parts that do not fit."""

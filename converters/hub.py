@@ -86,9 +86,8 @@ def _refused(at: str, status: int) -> str:
 def _not_cached(at: str, error: Exception, offline: bool) -> str:
     from huggingface_hub import constants, errors
 
-    cause = error.__cause__
-    if isinstance(cause, errors.HfHubHTTPError):
-        return _refused(at, cause.response.status_code)
+    if isinstance(error.__cause__, errors.HfHubHTTPError):
+        return _refused(at, error.__cause__.response.status_code)
     if isinstance(error, errors.IncompleteSnapshotError):
         return f"{at}: the cached copy is incomplete and the hub cannot be reached; go online to finish it"
     if offline or constants.HF_HUB_OFFLINE:

@@ -281,7 +281,7 @@ class FileWriter:
         if isinstance(data, np.ndarray):
             if not data.flags.c_contiguous:
                 raise ValueError("only contiguous arrays can be written")
-            data = memoryview(data.reshape(-1).view(np.uint8))
+            data = data.reshape(-1).view(np.uint8).data
         view = memoryview(data)
         while len(view):
             done = os.pwrite(self._fd, view, position)

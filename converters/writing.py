@@ -65,7 +65,7 @@ def write_files(
             if stop.is_set():
                 return
             writer.write_at(entry.name, position, block)
-            digest.update(memoryview(block))
+            digest.update(block.data)
             position += block.nbytes
             advance(job.name, block.nbytes)
         if position != entry.nbytes:

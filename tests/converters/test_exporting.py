@@ -189,7 +189,7 @@ class TestTextHalf:
         config = tiny.gemma3_wrapper_config()
         weights = tiny.weights_of(config, "language_model.model.", None)
         path = tiny.write(tmp_path / "source", config, weights)
-        with pytest.raises(FindingsError, match="'vision_config'.*text_only"):
+        with pytest.raises(FindingsError, match=r"'vision_config'.*text_only"):
             import_checkpoint(open_source(path), tmp_path / "banks")
         banks = import_checkpoint(open_source(path), tmp_path / "banks", text_only=True)
         assert banks.manifest.inexact
@@ -384,7 +384,7 @@ class TestGate:
     @pytest.mark.parametrize("gate", [None, 0, 2])
     def test_below_g3_is_refused(self, tiny, tmp_path, gate):
         source = open_source(tiny.qwen3().path)
-        with pytest.raises(ConversionError, match="qwen3.*unverified"):
+        with pytest.raises(ConversionError, match=r"qwen3.*unverified"):
             import_checkpoint(source, tmp_path / "banks", gate_of=lambda family: gate)
         assert not (tmp_path / "banks").exists()
         assert import_checkpoint(source, tmp_path / "banks", gate_of=lambda family: gate, unverified=True)

@@ -210,7 +210,8 @@ banks, saved, out = sys.argv[1:]
 assert len(jax.devices()) == 8
 mesh = Mesh(np.array(jax.devices()), ("x",))
 def spec(path, shape):
-    return PartitionSpec(*(("x" if size % 8 == 0 and axis == len(shape) - 1 else None) for axis, size in enumerate(shape)))
+    last = "x" if shape[-1] % 8 == 0 else None
+    return PartitionSpec(*(None,) * (len(shape) - 1), last)
 model, variables = load(banks, mesh=mesh, shardings=spec)
 array = variables["params"]["embed_tokens"]["embedding"]
 assert array.addressable_shards[0].data.shape == (160, 8), array.addressable_shards[0].data.shape
