@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from .parity.render_text import printable
 
 if TYPE_CHECKING:
     from .converters.writing import Progress
 
 Cell = str | tuple[str, str]
 """A table's cell: its text, or (text, rich style)."""
-
-
-def plain(text: object) -> str:
-    """`text` with every character that a terminal might act on written as an escape: names come from files."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
 
 
 def size(count: float) -> str:
@@ -72,8 +69,8 @@ def finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequence[str] = ()) -> None:
-    """A table on stdout; `right` names the columns of figures. Cells are made plain here."""
-    texts = [[plain(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in rows]
+    """A table on stdout; `right` names the columns of figures. Cells are made printable here."""
+    texts = [[printable(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
@@ -126,6 +123,21 @@ def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
         yield advance
 
 
+@contextmanager
+def steps(verb: str, quiet: bool) -> Iterator[Callable[[str], None] | None]:
+    """The step under way and the time it takes, on stderr. None when stderr is no terminal or `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(verb, total=None)
+        yield lambda step: display.update(task, description=f"{verb}  {step}")
+
+
 @dataclass(frozen=True)
 class Copied:
     """What a copy came to: bytes of tensors, files written, seconds taken."""
@@ -161,3 +173,8 @@ class Clock:
     @property
     def seconds(self) -> float:
         return monotonic() - self._start
+
+
+def shown(text: str) -> str:
+    """A model's text with control characters but line breaks and tabs escaped."""
+    return "".join(letter if letter in "\n\t" else printable(letter) for letter in text)

@@ -1,0 +1,447 @@
+"""The `dewconv` command: parses, calls, prints. Imports what a command needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import console
+
+DONE, DIFFERENT, IMPOSSIBLE = 0, 1, 2
+"""Exit codes: done and equal; verified and different; could not be done."""
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""The exit code of a command whose reader went away."""
+STORED_DTYPES = ("keep", "bfloat16", "float16", "float32")
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(package_name="dewconv", prog_name="dewconv")
+def cli() -> None:
+    """Decoder checkpoints between Hugging Face safetensors and JAX banks, and the proof that both compute the same."""
+
+
+def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
+    """A command with the options that all have. Its function returns an exit code."""
+
+    def note(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+        def keep(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+            context.find_root().meta[f"dewconv.{key}"] = value
+            return value
+
+        return keep
+
+    def decorate(function: Callable[..., int]) -> click.Command:
+        for key, flag, text in (
+            ("debug", "--debug", "Show the traceback of an error."),
+            ("json", "--json", "Print one JSON document and nothing else on stdout."),
+        ):
+            option = click.option(
+                flag,
+                f"as_{key}",
+                is_flag=True,
+                is_eager=True,
+                expose_value=key == "json",
+                callback=note(key),
+                help=text,
+            )
+            function = option(function)
+        return cli.command(name)(function)
+
+    return decorate
+
+
+def hub_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say how a hub id is fetched."""
+    for option in (
+        click.option("--offline", is_flag=True, help="Use the local cache alone."),
+        click.option("--cache-dir", type=click.Path(file_okay=False), help="The hub cache (default: HF_HOME's)."),
+        click.option("--token", metavar="TOKEN", help="A hub token (default: HF_TOKEN, or the one logged in with)."),
+        click.option("--revision", metavar="REV", help="A branch, tag or commit of a hub id."),
+    ):
+        function = option(function)
+    return function
+
+
+def without_bars(
+    context: click.Context | None = None, parameter: click.Parameter | None = None, on: bool = True
+) -> bool:
+    """Keeps the progress bars of huggingface_hub and transformers off stderr."""
+    if on:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return on
+
+
+quiet_option = click.option("--quiet", "-q", is_flag=True, callback=without_bars, help="No progress, notes or summary.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete.")
+
+
+@command("import")
+@click.argument("source")
+@click.argument("out", required=False, type=click.Path())
+@hub_options
+@click.option("--dtype", type=click.Choice(STORED_DTYPES), default="keep", help="Cast matrices (default: keep).")
+@click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
+@click.option("--text-only", is_flag=True, help="Leave what is beside a wrapper's decoder behind.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@overwrite_option
+@click.option("--unverified", is_flag=True, help="Import a family whose byte-exact export is not proven (below G3).")
+@quiet_option
+def import_command(
+    source: str,
+    out: str | None,
+    dtype: str,
+    bank_layers: int | None,
+    text_only: bool,
+    dry_run: bool,
+    overwrite: bool,
+    unverified: bool,
+    quiet: bool,
+    as_json: bool,
+    **hub: Any,
+) -> int:
+    """Turn a checkpoint into banks.
+
+    SOURCE is a directory or a hub id (org/name). OUT defaults to ./NAME-banks.
+    """
+    from .api import plan_import, refuse_below_gate
+
+    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, **hub)
+    if not unverified:
+        refuse_below_gate(plan)
+    name = (plan.source.repo or plan.source.root.resolve().name).rpartition("/")[2]
+    target = out if out is not None else f"{name}-banks"
+    if dry_run:
+        return show_plan(plan, target, as_json)
+    tell(plan.warnings, () if quiet else plan.notices)
+    clock = console.Clock()
+    with console.progress("import", len(plan.layout.banks()) + bool(plan.carried), quiet) as progress:
+        banks = plan.run(target, overwrite=overwrite, progress=progress)
+    copied = console.Copied(plan.bank_bytes, len(banks.headers), clock.seconds)
+    if as_json:
+        console.document(
+            {
+                "out": str(Path(target)),
+                "family": plan.family.name,
+                "model_type": plan.model_type,
+                "source": {"name": plan.source.label, "repo": plan.source.repo, "revision": plan.source.commit},
+                **copied.to_json(),
+                "exact": not plan.inexact,
+                "inexact": list(plan.inexact),
+                "carried": len(plan.carried),
+                "side_files": [item.path for item in plan.source.side_files],
+                "warnings": list(plan.warnings),
+                "notices": list(plan.notices),
+            }
+        )
+    elif not quiet:
+        console.say(f"{console.printable(target)}: {copied}")
+    return DONE
+
+
+def show_plan(plan: Any, target: str, as_json: bool) -> int:
+    """The import plan: a row per stored tensor."""
+    if as_json:
+        console.document({"out": target, **plan.to_json()})
+        return DONE
+    rows = []
+    for tensor in plan.layout.tensors:
+        copies = plan.copies[tensor.bank, tensor.key]
+        source = copies[0].source if len(copies) == 1 else f"{copies[0].source} and {len(copies) - 1} more"
+        rows.append((tensor.bank, tensor.key, tensor.dtype, str(list(tensor.shape)), source))
+    rows += [("carried", item.name, "", "", item.why) for item in plan.carried]
+    rows += [("alias", item.name, "", "", f"equal to {item.of}") for item in plan.aliases]
+    rows += [("left", name, "", "", "beside the decoder") for name in plan.left]
+    console.table(("bank", "key", "dtype", "shape", "from"), rows)
+    tell(plan.warnings, plan.notices)
+    for reason in plan.inexact:
+        console.say(f"the export will not be byte-exact: {reason}")
+    files = len(plan.layout.banks()) + bool(plan.carried)
+    console.say(f"{console.printable(target)}: {files} files, {console.size(plan.bank_bytes)}; nothing was written")
+    return DONE
+
+
+def tell(warnings: Sequence[str], notices: Sequence[str]) -> None:
+    """Warnings and notices on stderr."""
+    for kind, lines in (("warning", warnings), ("note", notices)):
+        for line in lines:
+            console.note(f"{kind}: {console.printable(line)}")
+
+
+@command("export")
+@click.argument("banks", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--dtype", type=click.Choice(STORED_DTYPES), help="Cast matrices (default: what each tensor was).")
+@click.option("--max-shard-size", metavar="SIZE", help="Divide the tensors anew, 5GB or 5GiB say.")
+@click.option("--text-only", is_flag=True, help="The text half of a wrapper, as a checkpoint of its own.")
+@overwrite_option
+@quiet_option
+def export_command(
+    banks: str,
+    out: str,
+    dtype: str | None,
+    max_shard_size: str | None,
+    text_only: bool,
+    overwrite: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Turn banks back into a checkpoint: the source's own bytes, or the changed weights under its names."""
+    from .converters.banks import open_banks
+    from .converters.exporting import plan_export, run_export
+
+    plan = plan_export(open_banks(banks), dtype=dtype, max_shard_size=max_shard_size, text_only=text_only)
+    if not quiet:
+        tell((), plan.notices)
+    clock = console.Clock()
+    with console.progress("export", len(plan.headers), quiet) as progress:
+        run_export(plan, out, overwrite=overwrite, progress=progress)
+    copied = console.Copied(plan.weight_bytes, len(plan.headers), clock.seconds)
+    if as_json:
+        console.document({"out": str(Path(out)), **copied.to_json(), **plan.to_json()})
+    elif not quiet:
+        exact = "; the source's own bytes" if plan.exact else ""
+        console.say(f"{console.printable(out)}: {copied}{exact}")
+    return DONE
+
+
+def known_checks(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """`--checks a,b` as names. Raises BadParameter for one that does not exist, with the nearest that does."""
+    from difflib import get_close_matches
+
+    from .parity.render_text import CHECKS
+
+    if value is None:
+        return None
+    names = tuple(name.strip() for name in value.split(",") if name.strip())
+    for name in names:
+        if name not in CHECKS:
+            close = get_close_matches(name, CHECKS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.BadParameter(f"No check is called {name!r}.{hint} The checks are {', '.join(CHECKS)}.")
+    if not names:
+        raise click.BadParameter(f"Name at least one of {', '.join(CHECKS)}.")
+    return names
+
+
+@command("verify")
+@click.argument("target", required=False)
+@hub_options
+@click.option("--against", metavar="DIR", help="The checkpoint torch runs (default: the source of the banks).")
+@click.option("--family", metavar="NAME", help="Verify a tiny variant of a family, in place of a TARGET.")
+@click.option("--variant", metavar="V", help="Which variant (default: the family's first).")
+@click.option("--checks", metavar="LIST", callback=known_checks, help="Some of the checks, separated by commas.")
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Length of the probe.")
+@click.option("--prompt", metavar="TEXT", help="Probe with a text in place of drawn tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn tokens and weights.")
+@click.option("--dtype", type=click.Choice(COMPUTE_DTYPES), help="Compare in this dtype alone.")
+@click.option("--report", metavar="DIR", type=click.Path(file_okay=False), help="Write report.json, .md and .html.")
+@quiet_option
+def verify_command(
+    target: str | None, checks: tuple[str, ...] | None, report: str | None, quiet: bool, as_json: bool, **options: Any
+) -> int:
+    """Run torch and JAX on the same weights and compare. Exit code 1 when they differ.
+
+    TARGET is a bank directory, a checkpoint directory or a hub id.
+    """
+    from .families.registry import find
+    from .show import show_report, write_report
+
+    if options["family"] is not None:
+        find(options["family"])
+    if target is None and options["family"] is None:
+        raise click.UsageError("Name a TARGET, or --family NAME.")
+    if target is not None and (options["family"] is not None or options["variant"] is not None):
+        raise click.UsageError("A TARGET and --family or --variant exclude each other.")
+    without_bars()
+    from .api import verify
+
+    with console.steps("verify", quiet) as progress:
+        outcome = verify(target, checks=checks, progress=progress, **options)
+    if report is not None:
+        write_report(outcome, Path(report))
+    if as_json:
+        console.say(outcome.to_json(), end="")
+    else:
+        show_report(outcome, Path(report) if report is not None else None)
+    if outcome.failures:
+        return DIFFERENT
+    return DONE if outcome.passed else IMPOSSIBLE
+
+
+@command("inspect")
+@click.argument("source")
+@hub_options
+@click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
+def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: Any) -> int:
+    """Say what a checkpoint is: family, decoder, layer runs, rules, sizes. Reads headers alone.
+
+    SOURCE is a directory (config.json is enough), a hub id or a bank directory.
+    """
+    from .converters.banks import is_bank_directory, open_banks
+    from .converters.inspection import inspect_source
+    from .converters.source import open_source
+    from .show import show_banks, show_inspection
+
+    if is_bank_directory(Path(source).expanduser()):
+        show_banks(open_banks(source), as_json)
+        return DONE
+    found = inspect_source(open_source(source, **hub), bank_layers)
+    if as_json:
+        console.document(found.to_json())
+    else:
+        show_inspection(found)
+    if found.problems:
+        count = len(found.problems)
+        console.note(f"dewconv: {console.printable(source)} cannot be imported: {count} problem(s), listed above")
+    return IMPOSSIBLE if found.problems else DONE
+
+
+@command("diff")
+@click.argument("a")
+@click.argument("b")
+@hub_options
+@click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
+def diff_command(a: str, b: str, show_all: bool, as_json: bool, **hub: Any) -> int:
+    """Compare two checkpoints or bank directories, tensor by tensor. Exit code 1 when they differ."""
+    from .converters.differences import differences, open_tensors
+    from .show import show_differences
+
+    found = list(differences(open_tensors(a, **hub), open_tensors(b, **hub)))
+    equal = all(item.kind == "equal" for item in found)
+    if as_json:
+        counts = {kind: sum(item.kind == kind for item in found) for kind in sorted({item.kind for item in found})}
+        rows = [item.to_json() for item in found if show_all or item.kind != "equal"]
+        console.document({"equal": equal, "counts": counts, "tensors": rows})
+    else:
+        show_differences(found, show_all)
+    return DONE if equal else DIFFERENT
+
+
+@command("generate")
+@click.argument("banks")
+@hub_options
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw from the K likeliest tokens.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Draw from the likeliest P.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given again.")
+@click.option("--dtype", type=click.Choice(COMPUTE_DTYPES), help="Compute dtype (default: float32 on a CPU).")
+@quiet_option
+def generate_command(
+    banks: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop: tuple[str, ...],
+    dtype: str | None,
+    quiet: bool,
+    as_json: bool,
+    **hub: Any,
+) -> int:
+    """Generate text in JAX.
+
+    BANKS is a bank directory, a checkpoint directory or a hub id. Ends at the checkpoint's end-of-text ids.
+    """
+    from .completion import complete
+
+    write = None if as_json else lambda text: console.say(console.shown(text), end="")
+    if write is not None:
+        write(prompt)
+    done = complete(
+        banks,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        dtype=dtype,
+        write=write,
+        **hub,
+    )
+    if as_json:
+        console.document(done.to_json())
+    else:
+        console.say()
+        if not quiet:
+            console.note(str(done))
+    return DONE
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command on `arguments`; returns the exit code. Errors are a line or two on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    without_bars(on=not sys.stderr.isatty())
+    signal.signal(signal.SIGTERM, _terminate)
+    meta: dict[str, Any] = {}
+    try:
+        with cli.make_context("dewconv", list(arguments)) as context:
+            meta = context.meta
+            return cli.invoke(context) or DONE
+    except click.exceptions.Exit as exit:
+        return exit.exit_code
+    except BrokenPipeError:
+        # The reader has what it wanted. Python would complain once more on flushing stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except BaseException as error:
+        if meta.get("dewconv.debug"):
+            import traceback
+
+            traceback.print_exc()
+        lines = _lines(error)
+        if meta.get("dewconv.json"):
+            _document_error(error, lines)
+        for line in lines:
+            console.note("\n".join(console.printable(part) for part in line.split("\n")))
+        return IMPOSSIBLE
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _lines(error: BaseException) -> list[str]:
+    from .families.errors import ConversionError
+
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return [error.format_message()]
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx is not None else "dewconv"
+        return [f"{where}: {error.format_message()}", f"see {where} --help"]
+    if isinstance(error, click.ClickException):
+        return [f"dewconv: {error.format_message()}"]
+    if isinstance(error, KeyboardInterrupt):
+        return ["dewconv: interrupted"]
+    if isinstance(error, ConversionError):
+        return [f"dewconv: {error}"]
+    if isinstance(error, MemoryError):
+        return ["dewconv: out of memory"]
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "jinja2", "matplotlib"):
+        extra = "verify" if error.name in ("torch", "transformers") else "report"
+        return [f"dewconv: {error.name} is not installed; install dewconv[{extra}]"]
+    if isinstance(error, OSError) and error.filename is not None:
+        return [f"dewconv: {error.filename}: {error.strerror}"]
+    return [f"dewconv: {type(error).__name__}: {error} (run again with --debug to see where)"]
+
+
+def _document_error(error: BaseException, lines: Sequence[str]) -> None:
+    from .families.errors import FindingsError
+
+    found = [vars(finding) for finding in error.findings] if isinstance(error, FindingsError) else []
+    console.document({"error": {"message": "\n".join(lines), "findings": found}})

@@ -1,0 +1,167 @@
+"""A text continued in JAX: the tokenizer of the checkpoint, the decoder of the banks, the two rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .console import Clock
+from .converters.banks import SOURCE, is_bank_directory
+from .converters.source import open_source
+from .converters.tokenizer import TOKENIZER, FastTokenizer, TextStream, Tokenizer, stop_ids
+from .families.errors import ConversionError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A continuation.
+
+    prompt_tokens, tokens: ids. text: the continuation's. finished: "eos", "stop" or "length". prefill_seconds: to the
+    first token, compilation included. decode_seconds: from the second token to the last, both of compiled steps.
+    """
+
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    text: str
+    tokens: tuple[int, ...]
+    finished: str
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, compilation included."""
+        return len(self.prompt_tokens) / self.prefill_seconds
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second; None when fewer than three were drawn."""
+        return (len(self.tokens) - 2) / self.decode_seconds if len(self.tokens) > 2 else None
+
+    def __str__(self) -> str:
+        rate = self.decode_rate
+        decode = "" if rate is None else f", {rate:.1f} tokens/s"
+        return (
+            f"{len(self.prompt_tokens)} prompt tokens in {self.prefill_seconds:.2f} s (compilation included); "
+            f"{len(self.tokens)} new tokens{decode}; ended by {self.finished}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        rate = self.decode_rate
+        return {
+            "prompt": self.prompt,
+            "prompt_tokens": list(self.prompt_tokens),
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finished": self.finished,
+            "load_seconds": round(self.load_seconds, 4),
+            "prefill_seconds": round(self.prefill_seconds, 4),
+            "prefill_tokens_per_second": round(self.prefill_rate, 2),
+            "decode_seconds": round(self.decode_seconds, 4),
+            "decode_tokens_per_second": None if rate is None else round(rate, 2),
+        }
+
+
+def complete(
+    target: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    dtype: str | None = None,
+    write: Callable[[str], None] | None = None,
+    **hub: Any,
+) -> Completion:
+    """Continue `prompt` with `target`, handing text to `write` as it comes.
+
+    target: a bank directory, a checkpoint directory or a hub id (`hub`: `open_source`'s options). The text ends at
+    an id that the checkpoint's generation config names, before one of `stop`, or after `max_new_tokens`. Raises
+    ConversionError when there is no tokenizer or the prompt gives no token the decoder knows.
+    """
+    if is_bank_directory(Path(target).expanduser()):
+        root: Path = Path(target).expanduser()
+        beside = root / SOURCE
+    else:
+        root = beside = open_source(target, **hub).root
+    tokenizer = open_tokenizer(beside)
+    ends = stop_ids(beside)
+    ids = tokenizer.encode(prompt)
+
+    import jax
+    import jax.numpy as jnp
+
+    from .converters.loading import load
+    from .dew_core.generate import decoding_variables, stream
+
+    clock = Clock()
+    model, variables = load(root)
+    _refuse_foreign(ids, model.vocab_size, beside)
+    model, variables = decoding_variables(model, variables, None if dtype is None else jnp.dtype(dtype))
+    load_seconds = clock.seconds
+    text = TextStream(tokenizer, ids, stop)
+    tokens: list[int] = []
+    times: list[float] = []
+    finished = "length"
+    clock = Clock()
+    for chunk in stream(
+        model,
+        variables,
+        np.asarray([ids], np.int32),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=ends,
+        rng=jax.random.key(seed),
+    ):
+        times.append(clock.seconds)
+        tokens += chunk[0].tolist()
+        if tokens[-1] in ends:
+            finished = "eos"
+        settled = text.feed(chunk[0].tolist())
+        if write is not None and settled:
+            write(settled)
+        if text.stopped:
+            finished = "stop"
+            break
+    rest = text.close()
+    if write is not None and rest:
+        write(rest)
+    return Completion(
+        prompt=prompt,
+        prompt_tokens=tuple(ids),
+        text=text.text,
+        tokens=tuple(tokens),
+        finished=finished,
+        load_seconds=load_seconds,
+        prefill_seconds=times[0],
+        decode_seconds=times[-1] - times[1] if len(times) > 1 else 0.0,
+    )
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's directory. Raises ConversionError when none can be read."""
+    if (directory / TOKENIZER).is_file():
+        return FastTokenizer(directory / TOKENIZER)
+    from .parity.slow_tokenizer import SlowTokenizer
+
+    return SlowTokenizer(directory)
+
+
+def _refuse_foreign(ids: Sequence[int], vocab: int, where: Path) -> None:
+    if not ids:
+        raise ConversionError("the prompt is no token; give some text")
+    foreign = [token for token in ids if not 0 <= token < vocab]
+    if foreign:
+        raise ConversionError(
+            f"{where}: the tokenizer gives token {foreign[0]}, the model knows {vocab}; it is another model's tokenizer"
+        )
