@@ -2,7 +2,7 @@
 
 Times are the best of several rounds, the two sides interleaved, and the ratio is JAX / torch.
 
-    python benchmarks/decoder_layer.py [--rounds 5]
+    python benchmarks/decoder_layer.py [--rounds 5] [--dtype float32] [--only prefill|decode]
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ def measure(sides: dict, rounds: int, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    for dtype in ("float32", "bfloat16"):
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
+    parser.add_argument("--only", choices=("prefill", "decode"))
+    options = parser.parse_args()
+    rounds = options.rounds
+    for dtype in options.dtype or ("float32", "bfloat16"):
         modules, rotary, block, variables = layers(dtype)
         x = torch.randn(1, PROMPT, FEATURES).to(getattr(torch, dtype))
         tables = rotary(x, torch.arange(PROMPT)[None])
@@ -94,14 +97,19 @@ def main() -> None:
                 x = block.apply(leaves, x)
             return x
 
-        ours = jnp.asarray(x.float().numpy()).astype(dtype)
-        theirs = torch_prefill().float().numpy()
-        difference = np.abs(np.asarray(prefill(variables, ours), np.float32) - theirs).max() / np.abs(theirs).max()
-        sides = {
-            "torch": torch_prefill,
-            "jax": lambda variables=variables, ours=ours, prefill=prefill: prefill(variables, ours).block_until_ready(),
-        }
-        report(f"prefill {PROMPT} {dtype}", measure(sides, rounds, 1), difference)
+        if options.only != "decode":
+            ours = jnp.asarray(x.float().numpy()).astype(dtype)
+            theirs = torch_prefill().float().numpy()
+            difference = np.abs(np.asarray(prefill(variables, ours), np.float32) - theirs).max() / np.abs(theirs).max()
+            sides = {
+                "torch": torch_prefill,
+                "jax": lambda variables=variables, ours=ours, prefill=prefill: prefill(
+                    variables, ours
+                ).block_until_ready(),
+            }
+            report(f"prefill {PROMPT} {dtype}", measure(sides, rounds, 1), difference)
+        if options.only == "prefill":
+            continue
 
         past = [torch.randn(1, KV, CACHED, DIM).to(x.dtype) for _ in range(2 * LAYERS)]
         token, at = x[:, :1], rotary(x, torch.tensor([[CACHED]]))

@@ -64,8 +64,8 @@ class DecodeCache:
         """Write S tokens a row at its cursor and advance it. key and value are [B, kv_heads, S, head_dim],
         valid and positions [B, S].
 
-        Raises ValueError when S tokens can never fit. A cursor past the end is the caller's to avoid: the
-        write would land on the last slots.
+        Raises ValueError when S tokens can never fit. A cursor that passes the end is the caller's to avoid: under
+        jit it cannot be refused, and what is then cached is not the sequence.
         """
         length = key.shape[2]
         if length > self.slots:
