@@ -1,0 +1,272 @@
+"""The checks of numbers: each takes a comparison and returns what it found. Round trips are in `round_trip`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..dew_core.layers import layer_plan
+from ..families.rules import Placement, assign_leaves
+from .bounds import rounding_bound
+from .decoders import JaxDecoder
+from .probes import Arranged, Probe, packed, padded
+from .references import Forward, TorchReference
+from .results import CheckResult, LayerError
+
+GREEDY_TOKENS = 12
+GREEDY_PROMPT = 8
+DECODE_STEPS = 96
+"""The most single-token steps of a decode check; what lies before them is prefilled at once."""
+GRADIENT_BUDGET = 50_000_000
+"""Elements of logits that a gradient may go through."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides of one checkpoint in one dtype, and what they are asked.
+
+    placements: the rules, in the rules' spelling or the source's, with `spelled` turning the first into the second.
+    """
+
+    torch: TorchReference
+    jax: JaxDecoder
+    probe: Probe
+    placements: tuple[Placement, ...]
+    spelled: Callable[[str], str]
+
+    @property
+    def dtype(self) -> str:
+        return self.jax.dtype
+
+    @cached_property
+    def reference(self) -> Forward:
+        """Torch's logits and streams of the probe."""
+        return self.torch.forward(self.probe.tokens, streams=True)
+
+    @cached_property
+    def ours(self) -> Forward:
+        """JAX's, in the layout `load` gives."""
+        return self.jax.forward(self.probe.tokens, streams=True)
+
+    @cached_property
+    def bound(self) -> float:
+        """The bound of every check of logits."""
+        return rounding_bound(self.dtype, self.jax.fields.num_layers, float(np.abs(self.reference.logits).max()))
+
+
+def largest(difference: np.ndarray) -> float:
+    """The largest absolute value; inf when a value is not finite."""
+    return float(np.abs(difference).max()) if np.isfinite(difference).all() else float("inf")
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The largest absolute difference and where it is; inf, at the first such place, when one is not finite."""
+    error = np.abs(one - other)
+    bad = ~np.isfinite(error)
+    at = np.unravel_index(int(bad.argmax() if bad.any() else error.argmax()), error.shape)
+    return float("inf") if bad.any() else float(error[at]), tuple(int(i) for i in at)
+
+
+def logits(c: Comparison) -> CheckResult:
+    """Every position's logits against torch's."""
+    return _logits(c, "logits", c.ours.logits)
+
+
+def logits_unrolled(c: Comparison) -> CheckResult:
+    """The same with one subtree a layer and no scan."""
+    return _logits(c, "logits:unrolled", c.jax.unrolled().forward(c.probe.tokens).logits)
+
+
+def _logits(c: Comparison, name: str, ours: np.ndarray) -> CheckResult:
+    theirs = c.reference.logits
+    error, (row, position, token) = difference(ours, theirs)
+    divergence = kl(theirs, ours)
+    figures = {
+        "mean_error": float(np.abs(ours - theirs).mean()),
+        "largest": float(np.abs(theirs).max()),
+        "top1_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+        "kl_mean": float(divergence.mean()),
+        "kl_max": float(divergence.max()),
+        "positions": int(theirs.shape[0] * theirs.shape[1]),
+    }
+    worst = {
+        "row": row,
+        "position": position,
+        "token": int(c.probe.tokens[row, position]),
+        "logit": token,
+        "torch": float(theirs[row, position, token]),
+        "jax": float(ours[row, position, token]),
+    }
+    return CheckResult(name, c.dtype, error <= c.bound, figures, c.bound, error, worst)
+
+
+def kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL(reference || other) of softmaxed logits [B, S, vocab] in nats, float64: [B, S]."""
+    out = np.empty(reference.shape[:2])
+    for at in np.ndindex(*reference.shape[:2]):
+        p, q = (side[at].astype(np.float64) for side in (reference, other))
+        p, q = (side - side.max() for side in (p, q))
+        p, q = (side - np.log(np.exp(side).sum()) for side in (p, q))
+        out[at] = max(0.0, float((np.exp(p) * (p - q)).sum()))
+    return out
+
+
+def layers(c: Comparison) -> tuple[CheckResult, tuple[LayerError, ...]]:
+    """The residual stream as it enters layer 0 and leaves each layer, against torch's.
+
+    A position's scale is the largest value its stream has held so far: released models carry values of 1e4 at a few
+    positions, which would hide the others, and what cancels later keeps the rounding it had.
+    """
+    specs = layer_plan(c.jax.fields).specs
+    found: list[LayerError] = []
+    peak = np.zeros(c.probe.tokens.shape, np.float32)
+    for index, (ours, theirs) in enumerate(zip(c.ours.streams, c.reference.streams, strict=True)):
+        peak = np.maximum(peak, np.abs(theirs).max(-1))
+        errors = np.abs(ours - theirs)
+        per_position = np.where(np.isfinite(errors).all(-1), errors.max(-1), np.inf)
+        at = np.unravel_index(int((per_position / np.maximum(peak, 1e-30)).argmax()), per_position.shape)
+        scale = float(peak[at])
+        found.append(
+            LayerError(
+                layer=index - 1,
+                kind="embedding" if index == 0 else specs[index - 1].layer_type,
+                max_error=float(per_position[at]),
+                mean_error=float(errors.mean()),
+                scale=scale,
+                bound=rounding_bound(c.dtype, index, scale),
+            )
+        )
+    departed = next((layer for layer in found if not layer.max_error <= layer.bound), None)
+    deciding = departed or max(found, key=lambda layer: layer.ratio)
+    worst = {"layer": deciding.layer, "kind": deciding.kind}
+    note = ""
+    if departed is not None:
+        name = "the embeddings" if departed.layer < 0 else f"layer {departed.layer} ({departed.kind})"
+        note = f"{name} departs first"
+    figures = {"layers": len(found) - 1, "mean_error": found[-1].mean_error, "largest": float(peak.max())}
+    result = CheckResult("layers", c.dtype, departed is None, figures, deciding.bound, deciding.max_error, worst, note)
+    return result, tuple(found)
+
+
+def decode(c: Comparison) -> CheckResult:
+    """Logits through the cache, a token a step, against JAX's own full forward and against torch's cache."""
+    prefill = max(1, c.probe.length - DECODE_STEPS)
+    ours = c.jax.cached(c.probe.tokens, prefill)
+    theirs = c.torch.cached(c.probe.tokens, prefill)
+    sides = {
+        "against_full_forward": difference(ours, c.ours.logits),
+        "against_torch_cache": difference(ours, theirs),
+        "against_torch_forward": difference(ours, c.reference.logits),
+    }
+    which = max(sides, key=lambda side: sides[side][0])
+    error, (row, position, token) = sides[which]
+    figures: dict[str, float | int | str] = {side: value for side, (value, _) in sides.items()}
+    figures |= {"steps": c.probe.length - prefill + 1, "torch_cache_error": largest(theirs - c.reference.logits)}
+    worst = {"row": row, "position": position, "token": int(c.probe.tokens[row, position]), "logit": token}
+    return CheckResult("decode", c.dtype, error <= c.bound, figures, c.bound, error, {**worst, "side": which})
+
+
+def padding(c: Comparison) -> CheckResult:
+    """Left-padded, right-padded and packed rows against the unpadded rows' logits, on both sides.
+
+    A document is the beginning of a probe row, whose own logits are its reference.
+    """
+    figures: dict[str, float | int | str] = {"documents": len(c.probe.documents)}
+    worst: dict[str, Any] = {}
+    error = -1.0
+    for name, rows in (
+        ("left", padded(c.probe, "left")),
+        ("right", padded(c.probe, "right")),
+        ("packed", packed(c.probe)),
+    ):
+        ours = c.jax.forward(rows.tokens, rows.positions, rows.mask, rows.segments if name == "packed" else None)
+        theirs = c.torch.forward(
+            rows.tokens, rows.positions, None if name == "packed" else rows.mask, packed=name == "packed"
+        )
+        sides = {"torch": _departure(c, rows, c.reference.logits, ours.logits)}
+        sides["own"] = _departure(c, rows, c.ours.logits, ours.logits)
+        figures[f"{name}_error"] = max(value for value, _ in sides.values())
+        figures[f"{name}_torch_own_error"] = _departure(c, rows, c.reference.logits, theirs.logits)[0]
+        for value, place in sides.values():
+            if value > error:
+                error, worst = value, {"arrangement": name, **place}
+    return CheckResult("padding", c.dtype, error <= c.bound, figures, c.bound, error, worst)
+
+
+def _departure(
+    c: Comparison, rows: Arranged, unpadded: np.ndarray, arranged: np.ndarray
+) -> tuple[float, dict[str, int]]:
+    """The largest error of arranged documents' logits against the rows they were cut from, and where it is."""
+    error, worst = -1.0, {}
+    for index, row, start in rows.places:
+        source, length = c.probe.documents[index]
+        value, (position, token) = difference(arranged[row, start : start + length], unpadded[source, :length])
+        if value > error:
+            error, worst = value, {"row": source, "position": position, "logit": token}
+    return error, worst
+
+
+def greedy(c: Comparison) -> CheckResult:
+    """Greedy continuations token for token. Where torch's two logits lie within twice the bound of each other either
+    token is right, and what follows in that row is another text: the comparison of the row ends there."""
+    prompt = c.probe.tokens[:, : min(GREEDY_PROMPT, max(1, c.probe.length // 2))]
+    theirs, scores = c.torch.greedy(prompt, GREEDY_TOKENS)
+    ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS)
+    equal, ties, worst = 0, 0, None
+    for row in range(len(prompt)):
+        apart = np.nonzero(ours[row] != theirs[row])[0]
+        if not apart.size:
+            equal += GREEDY_TOKENS
+            continue
+        at = int(apart[0])
+        equal += at
+        chosen, other = int(theirs[row, at]), int(ours[row, at])
+        gap = float(scores[row, at, chosen] - scores[row, at, other])
+        if gap <= 2 * c.bound:
+            ties += 1
+        elif worst is None:
+            worst = {"row": row, "position": at, "token": chosen, "jax": other, "gap": gap}
+    figures = {"rows": len(prompt), "tokens": GREEDY_TOKENS * len(prompt), "equal": equal, "ties": ties}
+    note = f"{ties} of {len(prompt)} rows end at logits that tie within the bound" if ties else ""
+    return CheckResult("greedy", c.dtype, worst is None, figures, None, None, worst, note)
+
+
+def gradients(c: Comparison) -> CheckResult:
+    """d mean next-token cross entropy / d every weight, torch's mapped through the import rules.
+
+    Each parameter is held against its own largest gradient; the bound counts the path twice, there and back.
+    """
+    vocab = c.jax.fields.vocab_size
+    length = max(2, min(c.probe.length, GRADIENT_BUDGET // (vocab * c.probe.rows)))
+    tokens = c.probe.tokens[:, :length]
+    loss, by_name = c.torch.gradients(tokens)
+    our_loss, ours = c.jax.gradients(tokens)
+    theirs = assign_leaves(c.placements, {c.spelled(name): value for name, value in by_name.items()})
+    if theirs.keys() != ours.keys():
+        odd = sorted(theirs.keys() ^ ours.keys())
+        return CheckResult("gradients", c.dtype, False, {"parameters": len(ours)}, note=f"on one side only: {odd[0]}")
+    tensors = {place.leaf: place.source for place in c.placements}
+    deciding, ratio = ("", 0.0, 0.0, 1.0, ()), -1.0
+    smallest = float("inf")
+    for leaf, gradient in ours.items():
+        error, at = difference(gradient, theirs[leaf])
+        scale = float(np.abs(theirs[leaf]).max())
+        smallest = min(smallest, scale)
+        bound = rounding_bound(c.dtype, c.jax.fields.num_layers, scale, passes=2)
+        if (error / bound if bound else float("inf")) > ratio:
+            ratio, deciding = error / bound if bound else float("inf"), (leaf, error, bound, scale, at)
+    leaf, error, bound, scale, at = deciding
+    figures = {
+        "parameters": len(ours),
+        "loss": loss,
+        "loss_error": abs(our_loss - loss),
+        "largest": scale,
+        "smallest_scale": smallest,
+        "positions": int(tokens.size),
+    }
+    worst: Mapping[str, Any] = {"leaf": leaf, "tensor": tensors[leaf], "index": list(at)}
+    return CheckResult("gradients", c.dtype, error <= bound, figures, bound, error, worst)

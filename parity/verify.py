@@ -1,0 +1,256 @@
+"""`verify`: the same weights on both sides, every check, one report."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from ..converters.banks import Banks, is_bank_directory, open_banks
+from ..converters.dtypes import FLOATS
+from ..converters.loading import load
+from ..converters.plan import ImportPlan, plan_import
+from ..converters.source import Source, open_source
+from ..dew_core.layers import layer_plan
+from ..families.errors import ConversionError
+from ..families.registry import find
+from . import checks as run
+from .decoders import JaxDecoder
+from .fixtures import write_checkpoint
+from .probes import SHORTEST, Probe, make_probe, prompt_probe
+from .references import load_reference
+from .results import CheckResult, LayerError, Report
+from .round_trip import round_trip
+
+CHECKS = ("logits", "layers", "decode", "padding", "greedy", "gradients", "round_trip")
+PACKAGES = ("dewconv", "jax", "jaxlib", "flax", "torch", "transformers", "numpy", "safetensors", "ml-dtypes")
+DTYPE_OF = {stored: name for name, stored in FLOATS.items()}
+
+Progress = Callable[[str], None]
+"""Told the name of each step as it starts."""
+
+
+def verify(
+    target: str | Path | None = None,
+    *,
+    against: str | Path | None = None,
+    checks: Iterable[str] | None = None,
+    tokens: int | None = None,
+    prompt: str | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    family: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Verify a bank directory, a Hugging Face directory or hub id, or a family's tiny variant.
+
+    target: what JAX runs; of a bank directory torch runs the source it came from, or `against`. Without a target,
+    `family` and `variant` name a tiny checkpoint that is written for the purpose.
+    checks: some of `CHECKS`, all when unset. tokens: length of the probe, or of nothing with a `prompt` (a text, which
+    needs the source's tokenizer.json). dtype: the one compute dtype to compare in; unset, float32 and then the
+    checkpoint's own.
+
+    Raises ConversionError when there is nothing to compare with (no source, no weights, no such class), and for
+    unknown checks or variants.
+    """
+    started = time.monotonic()
+    wanted = _wanted(checks)
+    told = progress or (lambda step: None)
+    with _checkpoint(target, against, family, variant, seed, revision, token, cache_dir, offline) as case:
+        plan, banks = case.plan, case.banks
+        fields = banks.manifest.fields if banks is not None else plan.fields
+        probe = _probe(case, tokens, prompt, seed)
+        results: list[CheckResult] = []
+        layers: dict[str, tuple[LayerError, ...]] = {}
+        notices = [*plan.warnings, *plan.notices, *probe.notices]
+        for compute in _dtypes(plan, dtype):
+            told(f"{compute}: loading")
+            torch_side = load_reference(plan.source.root, plan.family, plan.source.config, compute)
+            _, variables = load(case.jax_path, dtype=compute if compute == "float32" or dtype else None)
+            decoder = JaxDecoder(fields, variables["params"], compute)
+            comparison = run.Comparison(torch_side, decoder, probe, plan.placements, plan.spelling.of)
+            for name in wanted:
+                told(f"{compute}: {name}")
+                results += _one(comparison, name, layers)
+            del torch_side, variables, decoder, comparison
+            gc.collect()
+        if "round_trip" in wanted:
+            told("round trip")
+            results.append(round_trip(plan.source, plan.family, banks))
+        return Report(
+            target=case.label,
+            family=plan.family.name,
+            variant=variant,
+            model=_model(plan, case),
+            checks=tuple(results),
+            layers=layers,
+            versions=versions(),
+            probe=probe.summary(),
+            notices=tuple(dict.fromkeys(notices)),
+            seconds=time.monotonic() - started,
+        )
+
+
+def _wanted(checks: Iterable[str] | None) -> tuple[str, ...]:
+    named = CHECKS if checks is None else tuple(checks)
+    unknown = [name for name in named if name not in CHECKS]
+    if unknown:
+        raise ConversionError(f"no check is called {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
+    return tuple(name for name in CHECKS if name in named)
+
+
+def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]) -> list[CheckResult]:
+    """One check in one dtype, in every layout it runs in."""
+    match name:
+        case "logits":
+            return [run.logits(c), run.logits_unrolled(c)]
+        case "layers":
+            result, layers[c.dtype] = run.layers(c)
+            return [result]
+        case "decode":
+            return [run.decode(c)]
+        case "padding":
+            return [run.padding(c)]
+        case "greedy":
+            return [run.greedy(c)]
+        case "gradients":
+            if c.dtype != "float32":
+                return [CheckResult(name, c.dtype, None, note="gradients are compared in float32")]
+            return [run.gradients(c)]
+    return []
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is compared: the plan of the torch side's source, and what JAX loads."""
+
+    label: str
+    plan: ImportPlan
+    jax_path: Path
+    banks: Banks | None
+    shortest: int
+
+
+@contextmanager
+def _checkpoint(
+    target: str | Path | None,
+    against: str | Path | None,
+    family: str | None,
+    variant: str | None,
+    seed: int,
+    revision: str | None,
+    token: str | None,
+    cache_dir: str | Path | None,
+    offline: bool,
+) -> Iterator[_Case]:
+    if (target is None) == (family is None):
+        raise ConversionError("name either a target or a family with a variant")
+    if family is not None:
+        owner = find(family)
+        chosen = next(iter(owner.variants)) if variant is None else variant
+        if chosen not in owner.variants:
+            raise ConversionError(f"{owner.name} has no variant {chosen!r}; it has {', '.join(owner.variants)}")
+        with TemporaryDirectory(prefix="dewconv-variant-") as scratch:
+            record = owner.variants[chosen]
+            path = write_checkpoint(Path(scratch) / chosen, record, owner, seed)
+            plan = plan_import(replace(open_source(path), label=f"{owner.name} variant {chosen}"))
+            yield _Case(f"{owner.name}/{chosen}", plan, path, None, record.length)
+        return
+    where = Path(str(target)).expanduser()
+    if is_bank_directory(where):
+        banks = open_banks(where)
+        source = _source_of(banks, against, token, cache_dir, offline)
+        yield _Case(str(target), plan_import(source), where, banks, SHORTEST)
+        return
+    source = open_source(str(target), revision, token, cache_dir, offline)
+    plan = plan_import(source)
+    if against is not None:
+        plan = plan_import(open_source(against, None, token, cache_dir, offline))
+    yield _Case(str(target), plan, source.root, None, SHORTEST)
+
+
+def _source_of(
+    banks: Banks, against: str | Path | None, token: str | None, cache_dir: str | Path | None, offline: bool
+) -> Source:
+    if against is not None:
+        return open_source(against, None, token, cache_dir, offline)
+    record = banks.manifest.source
+    path = record.get("path")
+    if path and Path(path).is_dir():
+        return open_source(path)
+    if record.get("repo"):
+        return open_source(record["repo"], record.get("revision"), token, cache_dir, offline)
+    raise ConversionError(
+        f"{banks.path}: the source these banks came from ({record.get('name')}) is not at {path}; "
+        "name it with --against"
+    )
+
+
+def _probe(case: _Case, tokens: int | None, prompt: str | None, seed: int) -> Probe:
+    plan = case.plan
+    if prompt is None:
+        return make_probe(plan.fields, plan.source.config, tokens=tokens, shortest=case.shortest, seed=seed)
+    path = plan.source.root / "tokenizer.json"
+    if not path.is_file():
+        raise ConversionError(f"{plan.source.label}: has no tokenizer.json, which a prompt needs; leave the prompt out")
+    from tokenizers import Tokenizer
+
+    return prompt_probe(plan.fields, Tokenizer.from_file(str(path)).encode(prompt).ids[:tokens])
+
+
+def _dtypes(plan: ImportPlan, dtype: str | None) -> tuple[str, ...]:
+    """float32, then the dtype most of the checkpoint's elements are stored in; or the one asked for."""
+    if dtype is not None:
+        if dtype not in FLOATS:
+            raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
+        return (dtype,)
+    sizes: dict[str, int] = {}
+    for tensor in plan.layout.tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
+    most = DTYPE_OF.get(max(sizes, key=lambda name: sizes[name]), "float32")
+    return ("float32",) if most == "float32" else ("float32", most)
+
+
+def _model(plan: ImportPlan, case: _Case) -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    for spec in layer_plan(plan.fields).specs:
+        kinds[spec.layer_type] = kinds.get(spec.layer_type, 0) + 1
+    dtypes: dict[str, int] = {}
+    for tensor in plan.layout.tensors:
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
+    return {
+        "parameters": sum(dtypes.values()),
+        "layers": plan.fields.num_layers,
+        "kinds": kinds,
+        "dtypes": dtypes,
+        "features": plan.fields.emb_features,
+        "vocab": plan.fields.vocab_size,
+        "source": plan.source.repo or plan.source.label,
+        "revision": plan.source.commit,
+        "target": "banks" if case.banks is not None else "checkpoint",
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of what takes part, Python's included."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
