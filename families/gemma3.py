@@ -265,13 +265,15 @@ VARIANTS = {
     ),
     "yarn": Variant(
         _tiny(
-            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            rope_theta=100.0,
+            head_dim=16,
             num_hidden_layers=6,
         ),
-        "YaRN on the full layers only",
+        "YaRN on the full layers only, at a base at which its ramp spans several frequencies",
         head="absent",
-        length=60,
     ),
+    "eps": Variant(_tiny(rms_norm_eps=0.01, num_hidden_layers=2), "an epsilon that is not the class's", head="absent"),
     "scalar": Variant(_tiny(query_pre_attn_scalar=168), "an attention scale that is not head_dim (27b)", head="absent"),
     "final_softcap": Variant(_tiny(final_logit_softcapping=5.0, num_hidden_layers=3), "capped logits", head="absent"),
     "attention_softcap": Variant(
