@@ -161,7 +161,10 @@ def plan_import(
     if bank_layers is not None and bank_layers < 1:
         raise ConversionError(f"bank_layers is {bank_layers}; a bank holds at least one layer")
     if not source.has_weights:
-        raise ConversionError(f"{source.label}: holds a config.json and no weights")
+        raise ConversionError(
+            f"{source.label}: holds a config.json and no weights as safetensors; pickled ones are never read, "
+            "load them with transformers where that is safe and save_pretrained() them"
+        )
     family, model_type = find_family(source)
     codec = codec_of(source.config)
     reading = family.examine(source.config)

@@ -343,7 +343,7 @@ def test_a_family_that_is_not_known_is_refused(tiny, tmp_path, model_type):
 def test_a_config_without_weights_cannot_be_imported(tiny, tmp_path):
     checkpoint = tiny.qwen3()
     (checkpoint.path / "model.safetensors").unlink()
-    with pytest.raises(ConversionError, match="no weights"):
+    with pytest.raises(ConversionError, match="no weights as safetensors"):
         trip(checkpoint, tmp_path)
 
 
