@@ -126,7 +126,7 @@ def test_two_forms_of_one_layer_are_refused(family, source, tiny):
 
 
 def test_tensors_of_one_parameter_in_two_dtypes_are_refused(family, source, tiny):
-    _, held, path = source
+    _, _, path = source
 
     def halves(d):
         for item in FAMILY.weights(d):
