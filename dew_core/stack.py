@@ -8,7 +8,7 @@ subtrees, the scanned loop reads banks, and `StackView` turns either store into 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -225,9 +225,63 @@ class StackView:
             out[collection] = tree
         return out
 
-    def rows(self) -> StackView:
-        """This view with no collection taken as banked: `unstack` of it lays a banked store out per layer."""
-        return replace(self, banked=())
+
+def holds_banks(store: Mapping[str, Mapping]) -> bool:
+    """Whether any collection of `store` holds a bank: a stack module's name that runs more than one layer."""
+    return any(len(group_layers(key) or ()) > 1 for tree in store.values() for key in tree)
+
+
+def banked_collections(store: Mapping[str, Mapping], groups: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """The collections of `store` whose runs of layers are banks alone.
+
+    A run of one is the same tree either way. A collection may hold a run's bank beside that run's layers when
+    the two
+    hold different leaves, or one run as a bank and another per layer: such a collection is not banked, and
+    `StackView` builds what a loop reads.
+    Raises ValueError for a bank that is none of `groups`, for a leaf held both ways, and for a run of which a
+    collection with banks holds nothing.
+    """
+    runs = {group_name(first, count): range(first, first + count) for first, count in groups if count > 1}
+    banked = []
+    for collection, tree in store.items():
+        banks = [key for key in tree if len(group_layers(key) or ()) > 1]
+        stray = [key for key in banks if key not in runs]
+        if stray:
+            raise ValueError(
+                f"{collection} holds the bank {stray[0]}, which is no run of this decoder "
+                f"({', '.join(runs) or 'it has none'}): build it with the bank_layers the store was written with"
+            )
+        if not banks:
+            continue
+        layered = False
+        for name, layers in runs.items():
+            rows = [tree[key] for key in (group_name(index, 1) for index in layers) if key in tree]
+            layered = layered or bool(rows)
+            if name not in tree and not rows:
+                raise ValueError(f"{collection} holds {banks[0]} and nothing of {name}")
+            for row in rows:
+                _merged(tree.get(name, {}), row, f"{collection}/{name}")
+        if not layered:
+            banked.append(collection)
+    return tuple(banked)
+
+
+def first_layer_shapes(store: Mapping[str, Mapping], groups: Sequence[tuple[int, int]]) -> Tree:
+    """Layer 0's variables in `store` as `jax.ShapeDtypeStruct`s, by collection: from its own subtree, the
+    first row of the first bank, or both when each holds some of the leaves."""
+
+    def shape(value: Any, drop: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape[drop:], value.dtype)
+
+    row, bank = group_name(0, 1), group_name(*groups[0])
+    shapes = {}
+    for collection, tree in store.items():
+        layer = jax.tree.map(lambda value: shape(value, 0), dict(tree.get(row, {})))
+        if bank != row and bank in tree:
+            layer = _merged(jax.tree.map(lambda value: shape(value, 1), tree[bank]), layer, f"{collection}/{bank}")
+        if layer:
+            shapes[collection] = layer
+    return shapes
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from . import layers as plans
 from .attention import AttentionMetadata, CausalSelfAttention
 from .block import DecoderBlock
 from .head import HeadKernel, TokenTable, head_logits
 from .kv_cache import refuse_unbuildable_cache
-from .layers import LayerPlan, ResolvedKind, group_layers, group_name, layer_plan
+from .layers import LayerPlan, ResolvedKind, group_name, layer_plan
 from .mlp import GatedMLP
 from .norms import RMSNorm
 from .records import (
@@ -37,7 +36,14 @@ from .records import (
 )
 from .refusals import refuse_unbuildable_fields, refuse_unbuildable_mup
 from .remat import remat_policy
-from .stack import DecoderBank, StackView, run_stack
+from .stack import (
+    DecoderBank,
+    StackView,
+    banked_collections,
+    first_layer_shapes,
+    holds_banks,
+    run_stack,
+)
 
 
 @dataclass(frozen=True)
@@ -450,78 +456,36 @@ class CausalTransformer(nn.Module):
         The keywords are `run_stack`'s. A scan carries the residual stream in one dtype, so the stream enters
         it in the dtype it settles in (`residual_dtype`).
         """
-        plain = tuple((index, 1) for index in range(self.num_layers))
-        specs, groups = self.plan.specs, self.plan.groups
-        view = StackView(groups)
+        specs, groups, store = self.plan.specs, self.plan.groups, self.variables
+        scanned = self.scan_layers and not self.is_initializing()
+        loop = groups if scanned else tuple((index, 1) for index in range(self.num_layers))
 
         def run(model: CausalTransformer, x: jax.Array) -> jax.Array:
             blocks = {block.name: block for block in model.runs}
-            chosen = groups if scanned else plain
-            return run_stack(model.layers, lambda _, name: blocks[name], specs, chosen, x, kv_store=None, **call)
+            return run_stack(model.layers, lambda _, name: blocks[name], specs, loop, x, kv_store=None, **call)
 
-        scanned = self.scan_layers and not self.is_initializing()
-        if self.is_initializing():
-            return run(self, x)
         banked = self.banked_collections()
-        store = self.variables
         if scanned:
-            x = x.astype(self.residual_dtype(x, **call))
             view = StackView(groups, banked=banked)
-            read = view.stack
-
-            def write(variables: Mapping[str, Mapping]) -> dict:
-                return view.restored(view.unstack(variables), store)
-        elif self._holds_banks(store):
-            read = view.unstack
-
-            def write(variables: Mapping[str, Mapping]) -> dict:
-                return view.restored(variables, store)
+            x = x.astype(self.residual_dtype(x, **call))
+            read, unread = view.stack, view.unstack
+        elif holds_banks(store):
+            view = StackView(groups)
+            read, unread = view.unstack, dict
         else:
             return run(self, x)
-        return nn.map_variables(run, True, trans_in_fn=read, trans_out_fn=write, mutable=True)(self, x)
 
-    def _holds_banks(self, store: Mapping[str, Mapping]) -> bool:
-        names = {group_name(*run) for run in self.plan.groups if run[1] > 1}
-        return any(names & set(tree) for tree in store.values())
+        def write(variables: Mapping[str, Mapping]) -> dict:
+            return view.restored(unread(variables), store)
+
+        return nn.map_variables(run, True, trans_in_fn=read, trans_out_fn=write, mutable=True)(self, x)
 
     def banked_collections(self) -> tuple[str, ...]:
         """The collections whose layer subtrees the store holds as banks alone.
 
-        A run of one is the same tree either way. A collection may hold a run's bank beside that run's layers
-        when
-        the two hold different leaves, or one run as a bank and another per layer: such a collection is not
-        banked, and `StackView.stack` builds what the runs read. Raises ValueError for a bank that is no run
-        of this decoder, for a leaf held both ways, and for a run that is neither a bank nor layers beside one
-        that is a bank.
+        See `stack.banked_collections`, whose errors it raises.
         """
-        runs = [(first, count) for first, count in self.plan.groups if count > 1]
-        names = {group_name(first, count) for first, count in runs}
-        banked = []
-        for collection, tree in self.variables.items():
-            stray = [key for key in tree if key not in names and len(group_layers(key) or ()) > 1]
-            if stray:
-                raise ValueError(
-                    f"{collection} holds the bank {stray[0]}, which is no run of this decoder "
-                    f"({', '.join(sorted(names)) or 'it has none'}); bank_layers is {self.bank_layers}"
-                )
-            if not names & set(tree):
-                continue
-            layered = False
-            for first, count in runs:
-                bank = tree.get(group_name(first, count))
-                rows = [tree[key] for key in (f"layers_{i}" for i in range(first, first + count)) if key in tree]
-                layered = layered or bool(rows)
-                if bank is None and not rows:
-                    raise ValueError(f"{collection} holds some runs as banks and nothing of {group_name(first, count)}")
-                both = set(flatten_dict(bank or {})) & {path for row in rows for path in flatten_dict(row)}
-                if both:
-                    raise ValueError(
-                        f"{collection}/{group_name(first, count)}/{'/'.join(min(both))} is held by the bank and by "
-                        "the layers of its run: keep one of the two"
-                    )
-            if not layered:
-                banked.append(collection)
-        return tuple(banked)
+        return banked_collections(self.variables, self.plan.groups)
 
     def residual_dtype(self, x: jax.Array, **call: Any) -> jnp.dtype:
         """The dtype the residual stream settles in: x's promoted with what the first layer returns for it.
@@ -541,17 +505,7 @@ class CausalTransformer(nn.Module):
     def first_layer_shapes(self) -> dict:
         """The first layer's variables as `jax.ShapeDtypeStruct`s, from layer 0's subtree, the first row of
         the first bank, or both when each holds some of the leaves."""
-        bank = group_name(*self.plan.groups[0])
-        shapes = {}
-        for collection, tree in self.variables.items():
-            rows = flatten_dict(tree.get(group_name(0, 1), {}))
-            leaves = {path: jax.tree.map(_shape, leaf) for path, leaf in rows.items()}
-            if bank != group_name(0, 1):
-                for path, leaf in flatten_dict(tree.get(bank, {})).items():
-                    leaves[path] = jax.tree.map(lambda value: _shape(value, drop=1), leaf)
-            if leaves:
-                shapes[collection] = unflatten_dict(leaves)
-        return shapes
+        return first_layer_shapes(self.variables, self.plan.groups)
 
     def head_table(self, params: Mapping[str, Any]) -> tuple[jax.Array, bool]:
         """The head matrix as `params` (the decoder's own tree) stores it, and whether its rows are the
@@ -572,7 +526,3 @@ class CausalTransformer(nn.Module):
         cache = model.apply(variables, B, method=CausalTransformer.init_cache, mutable=["cache"])[1]["cache"]
         """
         self.hidden_states(jnp.zeros((batch_size, 1), jnp.int32), decode=True)
-
-
-def _shape(value: Any, drop: int = 0) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape[drop:], value.dtype)
