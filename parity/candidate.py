@@ -141,4 +141,4 @@ def build_candidate(
     differences = tuple(leaf_differences(fields, leaf_shapes(closing.placements)))
     if differences:
         raise ConversionError("; ".join(differences))
-    return from_leaves(fields, assign_leaves(closing.placements, reference.tensors), reference.dtype, scan)
+    return from_leaves(fields, assign_leaves(closing.placements, reference.tensors), reference.dtype, scan, quick=True)

@@ -52,6 +52,11 @@ class Comparison:
         """JAX's, in the layout `load` gives."""
         return self.jax.forward(self.probe.tokens, streams=True)
 
+    @property
+    def slots(self) -> int:
+        """Slots of every decode cache, so that the checks that decode share one compiled step."""
+        return max(self.probe.length, GREEDY_PROMPT + GREEDY_TOKENS)
+
     @cached_property
     def bound(self) -> float:
         """The bound of every check of logits."""
@@ -155,7 +160,7 @@ def layers(c: Comparison) -> tuple[CheckResult, tuple[LayerError, ...]]:
 def decode(c: Comparison) -> CheckResult:
     """Logits through the cache, a token a step, against JAX's own full forward and against torch's cache."""
     prefill = max(1, c.probe.length - DECODE_STEPS)
-    ours = c.jax.cached(c.probe.tokens, prefill)
+    ours = c.jax.cached(c.probe.tokens, prefill, c.slots)
     theirs = c.torch.cached(c.probe.tokens, prefill)
     sides = {
         "against_full_forward": difference(ours, c.ours.logits),
@@ -202,8 +207,7 @@ def _departure(
 ) -> tuple[float, dict[str, int]]:
     """The largest error of arranged documents' logits against the rows they were cut from, and where it is."""
     error, worst = -1.0, {}
-    for index, row, start in rows.places:
-        source, length = c.probe.documents[index]
+    for source, row, start, length in rows.places:
         value, (position, token) = difference(arranged[row, start : start + length], unpadded[source, :length])
         if value > error:
             error, worst = value, {"row": source, "position": position, "logit": token}
@@ -215,7 +219,7 @@ def greedy(c: Comparison) -> CheckResult:
     token is right, and what follows in that row is another text: the comparison of the row ends there."""
     prompt = c.probe.tokens[:, : min(GREEDY_PROMPT, max(1, c.probe.length // 2))]
     theirs, scores = c.torch.greedy(prompt, GREEDY_TOKENS)
-    ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS)
+    ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS, c.slots)
     equal, ties, worst = 0, 0, None
     for row in range(len(prompt)):
         apart = np.nonzero(ours[row] != theirs[row])[0]

@@ -1,7 +1,8 @@
 """The JAX side: a decoder and its parameters, and everything that is compared with the reference.
 
 Products run at the highest precision. Compiled functions are kept by decoder fields and shapes, so that decoders
-which differ in their weights alone share them.
+which differ in their weights alone share them. Everything outside them is numpy: an eager operation is a compilation
+of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from flax.core import FrozenDict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..dew_core.fields import DecoderFields
-from ..dew_core.layers import layer_plan
-from ..dew_core.stack import INTERMEDIATES, StackView, layer_output, layer_outputs
+from ..dew_core.layers import group_layers, group_name, layer_plan
+from ..dew_core.stack import INTERMEDIATES, layer_output, layer_outputs
 from ..dew_core.transformer import CausalTransformer
 from .references import Forward
 
 PRECISION = "highest"
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options that halve the time to compile: what tiny decoders spend theirs on. The program is the same, its
+machine code is not optimised."""
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +44,7 @@ def _scaled(model: CausalTransformer, tokens: jax.Array) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _forward(model: CausalTransformer, streams: bool, padded: bool) -> Any:
+def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool) -> Any:
     def run(variables: Any, tokens: jax.Array, positions: Any, mask: Any, segments: Any) -> Any:
         call = {"positions": positions, "attention_mask": mask, "segment_ids": segments} if padded else {}
         if not streams:
@@ -52,26 +56,26 @@ def _forward(model: CausalTransformer, streams: bool, padded: bool) -> Any:
         outputs = (layer_output(sown[INTERMEDIATES], index) for index in range(model.num_layers))
         return logits, (entering, *outputs)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=QUICK if quick else None)
 
 
 @lru_cache(maxsize=64)
-def _step(model: CausalTransformer) -> Any:
+def _step(model: CausalTransformer, quick: bool) -> Any:
     def run(variables: Any, cache: Any, tokens: jax.Array) -> Any:
         logits, out = model.apply({**variables, "cache": cache}, tokens, decode=True, mutable=["cache"])
         return logits, out["cache"]
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=QUICK if quick else None)
 
 
 @lru_cache(maxsize=64)
-def _gradient(model: CausalTransformer) -> Any:
+def _gradient(model: CausalTransformer, quick: bool) -> Any:
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         logits = model.apply({"params": params}, tokens)[:, :-1]
         taken = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - taken)
 
-    return jax.jit(jax.value_and_grad(loss))
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK if quick else None)
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,14 @@ class JaxDecoder:
     """A decoder in one compute dtype and one layout.
 
     fields: the decoder's. params: its tree, banked or one subtree a layer. dtype: compute dtype. scan: whether runs
-    of layers scan.
+    of layers scan. quick: compile without optimising (`QUICK`).
     """
 
     fields: DecoderFields
     params: Mapping[str, Any]
     dtype: str = "float32"
     scan: bool = True
+    quick: bool = False
 
     @cached_property
     def model(self) -> CausalTransformer:
@@ -112,83 +117,106 @@ class JaxDecoder:
         Positions, mask and segments [B, S] go together: all or none.
         """
         padded = positions is not None
-        ids = jnp.asarray(tokens, jnp.int32)
+        ids = np.asarray(tokens, np.int32)
         extra: tuple[Any, ...] = (None, None, None)
         if padded:
             real = np.ones(ids.shape, bool) if mask is None else np.asarray(mask, bool)
             own = np.zeros(ids.shape, np.int32) if segments is None else segments
-            extra = (jnp.asarray(positions, jnp.int32), jnp.asarray(real), jnp.asarray(own, jnp.int32))
+            extra = (np.asarray(positions, np.int32), real, np.asarray(own, np.int32))
         with jax.default_matmul_precision(PRECISION):
-            logits, seen = _forward(self.model, streams, padded)(self.variables, ids, *extra)
+            logits, seen = _forward(self.model, streams, padded, self.quick)(self.variables, ids, *extra)
         return Forward(_float32(logits), tuple(map(_float32, seen)))
 
-    def cached(self, tokens: np.ndarray, prefill: int = 1) -> np.ndarray:
-        """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step."""
-        ids = jnp.asarray(tokens, jnp.int32)
+    def cached(self, tokens: np.ndarray, prefill: int = 1, room: int = 0) -> np.ndarray:
+        """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
+
+        room: slots of the cache, S when that is more.
+        """
+        ids = np.asarray(tokens, np.int32)
         length = ids.shape[1]
-        model, cache = self._cache(ids.shape[0], length)
+        step, cache = self._decoding(ids.shape[0], max(length, room))
         pieces = [(0, prefill), *((i, i + 1) for i in range(prefill, length))]
         parts = []
         with jax.default_matmul_precision(PRECISION):
             for start, stop in pieces:
-                logits, cache = _step(model)(self.variables, cache, ids[:, start:stop])
+                logits, cache = step(self.variables, cache, ids[:, start:stop])
                 parts.append(_float32(logits))
         return np.concatenate(parts, axis=1)
 
-    def greedy(self, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` greedy tokens [B, count] after prompt [B, S], and the logits [B, count, vocab] they came from."""
-        ids = jnp.asarray(prompt, jnp.int32)
-        model, cache = self._cache(ids.shape[0], ids.shape[1] + count)
-        chosen, seen = [], []
+    def greedy(self, prompt: np.ndarray, count: int, room: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """`count` greedy tokens [B, count] after prompt [B, S], and the logits [B, count, vocab] they came from.
+
+        The prompt goes through the cache a token a step too. room: slots of the cache.
+        """
+        prompt = np.asarray(prompt, np.int32)
+        length = prompt.shape[1]
+        step, cache = self._decoding(prompt.shape[0], max(length + count, room))
+        chosen: list[np.ndarray] = []
+        seen: list[np.ndarray] = []
         with jax.default_matmul_precision(PRECISION):
-            for _ in range(count):
-                logits, cache = _step(model)(self.variables, cache, ids)
-                seen.append(_float32(logits[:, -1]))
-                ids = jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
-                chosen.append(np.asarray(ids[:, 0]))
+            for index in range(length + count - 1):
+                ids = prompt[:, index] if index < length else chosen[-1]
+                logits, cache = step(self.variables, cache, ids[:, None])
+                if index >= length - 1:
+                    seen.append(_float32(logits)[:, 0])
+                    chosen.append(seen[-1].argmax(-1).astype(np.int32))
         return np.stack(chosen, axis=1), np.stack(seen, axis=1)
 
     def gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
         """The mean next-token cross entropy of tokens [B, S] and its gradient by per-layer leaf path."""
         with jax.default_matmul_precision(PRECISION):
-            loss, tree = _gradient(self.model)(self.params, jnp.asarray(tokens, jnp.int32))
+            loss, tree = _gradient(self.model, self.quick)(self.params, np.asarray(tokens, np.int32))
         return float(loss), {path: _float32(leaf) for path, leaf in layer_leaves(self.fields, tree).items()}
 
     def unrolled(self) -> JaxDecoder:
         """The same weights with one subtree a layer and no scan."""
         tree = unflatten_dict({tuple(path.split("/")): leaf for path, leaf in self.leaves().items()})
-        return JaxDecoder(self.fields, tree, self.dtype, scan=False)
+        return JaxDecoder(self.fields, tree, self.dtype, scan=False, quick=self.quick)
 
-    def leaves(self) -> dict[str, Any]:
+    def leaves(self) -> dict[str, np.ndarray]:
         """The parameters by per-layer leaf path (`layers_0/self_attn/q_proj/kernel`)."""
         return layer_leaves(self.fields, self.params)
 
-    def _cache(self, batch: int, slots: int) -> tuple[CausalTransformer, Any]:
+    def _decoding(self, batch: int, slots: int) -> tuple[Any, Any]:
+        """The compiled step and an empty cache of `batch` rows of `slots` slots."""
         model = self._of_length(slots)
         shapes = jax.eval_shape(
             lambda v: model.apply(v, batch, method=CausalTransformer.init_cache, mutable=["cache"])[1]["cache"],
             self.variables,
         )
-        return model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return _step(model, self.quick), jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def from_leaves(
-    fields: DecoderFields, leaves: Mapping[str, np.ndarray], dtype: str = "float32", scan: bool = True
+    fields: DecoderFields,
+    leaves: Mapping[str, np.ndarray],
+    dtype: str = "float32",
+    scan: bool = True,
+    quick: bool = False,
 ) -> JaxDecoder:
     """A decoder from per-layer leaves, cast to `dtype` as transformers' from_pretrained casts every weight, with
     its runs banked when `scan`."""
-    tree = unflatten_dict(
-        {tuple(path.split("/")): jnp.asarray(leaf, jnp.dtype(dtype)) for path, leaf in leaves.items()}
-    )
+    kept = {path: np.asarray(leaf).astype(jnp.dtype(dtype)) for path, leaf in leaves.items()}
     if scan:
-        tree = StackView(layer_plan(fields).groups).stack({"params": tree})["params"]
-    return JaxDecoder(fields, tree, dtype, scan)
+        for first, count in layer_plan(fields).groups:
+            rows = [f"layers_{index}/" for index in range(first, first + count)]
+            for path in [path for path in kept if count > 1 and path.startswith(rows[0])]:
+                below = path.removeprefix(rows[0])
+                kept[f"{group_name(first, count)}/{below}"] = np.stack([kept.pop(row + below) for row in rows])
+    tree = unflatten_dict({tuple(path.split("/")): jax.device_put(leaf) for path, leaf in kept.items()})
+    return JaxDecoder(fields, tree, dtype, scan, quick)
 
 
-def layer_leaves(fields: DecoderFields, params: Mapping[str, Any]) -> dict[str, Any]:
+def layer_leaves(fields: DecoderFields, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Per-layer leaves of a banked or unrolled parameter tree, by path."""
-    tree = StackView(layer_plan(fields).groups).unstack({"params": dict(params)})["params"]
-    return {"/".join(path): leaf for path, leaf in flatten_dict(tree).items()}
+    found: dict[str, np.ndarray] = {}
+    for path, leaf in flatten_dict(dict(params)).items():
+        layers, below = group_layers(path[0]), "/".join(path[1:])
+        if layers is None or len(layers) == 1:
+            found["/".join(path)] = np.asarray(leaf)
+        else:
+            found |= {f"layers_{layer}/{below}": row for layer, row in zip(layers, np.asarray(leaf), strict=True)}
+    return found
 
 
 def own_leaves(fields: DecoderFields) -> Mapping[str, tuple[int, ...]]:
@@ -216,4 +244,4 @@ def leaf_differences(fields: DecoderFields, shapes: Mapping[str, tuple[int, ...]
 
 
 def _float32(array: Any) -> np.ndarray:
-    return np.asarray(jnp.asarray(array, jnp.float32))
+    return np.asarray(array).astype(np.float32)

@@ -59,14 +59,14 @@ class Probe:
 class Arranged:
     """Documents arranged in rows: tokens, positions, mask and segments [B, S], and where each document lies.
 
-    places: (document index, row, first column) in the order of the documents.
+    places: (probe row a document was cut from, row it lies in, first column, length) for each.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     mask: np.ndarray
     segments: np.ndarray
-    places: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[int, int, int, int], ...]
 
 
 def thresholds(fields: DecoderFields) -> dict[str, int]:
@@ -155,29 +155,34 @@ def padded(probe: Probe, side: str) -> Arranged:
     tokens, positions = np.ones(shape, np.int32), np.zeros(shape, np.int32)
     mask = np.zeros(shape, bool)
     places = []
-    for index, (row, length) in enumerate(probe.documents):
+    for row, length in probe.documents:
         start = shape[1] - length if side == "left" else 0
         tokens[row, start : start + length] = probe.tokens[row, :length]
         positions[row, start : start + length] = np.arange(length)
         mask[row, start : start + length] = True
-        places.append((index, row, start))
+        places.append((row, row, start, length))
     return Arranged(tokens, positions, mask, np.zeros(shape, np.int32), tuple(places))
 
 
 def packed(probe: Probe) -> Arranged:
-    """The documents but the first end to end in one row, positions restarting; one row of the probe's length, or
-    longer when they need it."""
-    documents = list(enumerate(probe.documents))[1:] or [(0, probe.documents[0])] * 2
-    total = sum(length for _, (_, length) in documents)
-    parts, positions, segments, places, column = [], [], [], [], 0
-    for number, (index, (row, length)) in enumerate(documents):
-        parts.append(probe.tokens[row, :length])
-        positions.append(np.arange(length))
-        segments.append(np.full(length, number))
-        places.append((index, 0, column))
-        column += length
-
-    def row_of(pieces: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(pieces).astype(np.int32)[None]
-
-    return Arranged(row_of(parts), row_of(positions), np.ones((1, total), bool), row_of(segments), tuple(places))
+    """Documents end to end in every row, positions restarting: each row holds the short documents, in an order of
+    its own, and fills up to the probe's length with the beginning of a third."""
+    documents = list(probe.documents)
+    short = [document for document in documents if document[1] < probe.length]
+    if not short:
+        short = [(0, max(2, round(probe.length * 0.6)))]
+    shape = probe.tokens.shape
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    places = []
+    for row in range(probe.rows):
+        order = short[row % len(short) :] + short[: row % len(short)]
+        column, number = 0, 0
+        while column < probe.length:
+            source, length = order[number] if number < len(order) else (documents[0][0], probe.length)
+            length = min(length, probe.length - column)
+            tokens[row, column : column + length] = probe.tokens[source, :length]
+            positions[row, column : column + length] = np.arange(length)
+            segments[row, column : column + length] = number
+            places.append((source, row, column, length))
+            column, number = column + length, number + 1
+    return Arranged(tokens, positions, np.ones(shape, bool), segments, tuple(places))

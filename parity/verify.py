@@ -81,7 +81,7 @@ def verify(
             told(f"{compute}: loading")
             torch_side = load_reference(plan.source.root, plan.family, plan.source.config, compute)
             _, variables = load(case.jax_path, dtype=compute if compute == "float32" or dtype else None)
-            decoder = JaxDecoder(fields, variables["params"], compute)
+            decoder = JaxDecoder(fields, variables["params"], compute, quick=family is not None)
             comparison = run.Comparison(torch_side, decoder, probe, plan.placements, plan.spelling.of)
             for name in wanted:
                 told(f"{compute}: {name}")
