@@ -40,9 +40,9 @@ def plan_import(
 
 def refuse_below_gate(plan: ImportPlan) -> None:
     """Raises ConversionError when the card of the plan's family does not show a byte-exact export (G3)."""
-    from .parity.cards import gate_of
+    from .parity.cards import status
 
-    refuse_unproven(plan.family.name, gate_of(plan.family.name))
+    refuse_unproven(plan.family.name, status(plan.family.name))
 
 
 def import_checkpoint(

@@ -357,8 +357,6 @@ def generate_command(
     from .completion import complete
 
     write = None if as_json else lambda text: console.say(console.shown(text), end="")
-    if write is not None:
-        write(prompt)
     done = complete(
         banks,
         prompt,
@@ -378,6 +376,32 @@ def generate_command(
         console.say()
         if not quiet:
             console.note(str(done))
+    return DONE
+
+
+@command("families")
+@click.option("--markdown", is_flag=True, help="As Markdown.")
+def families_command(markdown: bool, as_json: bool) -> int:
+    """What each family's card shows: gates, variants, faults caught."""
+    from . import support
+
+    items = support.support()
+    if as_json:
+        console.document([item.to_json() for item in items])
+    elif markdown:
+        console.say(support.markdown(items), end="")
+    else:
+        console.table(support.COLUMNS, [support.row(item) for item in items], support.FIGURES)
+    return DONE
+
+
+@command("matrix")
+@click.option("--format", "form", type=click.Choice(("github", "json")), default="json", show_default=True)
+def matrix_command(form: str, as_json: bool) -> int:
+    """The CI matrix: an entry per family and variant."""
+    from .parity.matrices import matrix, render_matrix
+
+    console.say(render_matrix(matrix(), "json" if as_json else form))
     return DONE
 
 

@@ -81,7 +81,7 @@ def complete(
     write: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> Completion:
-    """Continue `prompt` with `target`, handing text to `write` as it comes.
+    """Continue `prompt` with `target`, handing the prompt and then the text to `write` as it comes.
 
     target: a bank directory, a checkpoint directory or a hub id (`hub`: `open_source`'s options). The text ends at
     an id that the checkpoint's generation config names, before one of `stop`, or after `max_new_tokens`. Raises
@@ -107,6 +107,8 @@ def complete(
     _refuse_foreign(ids, model.vocab_size, beside)
     model, variables = decoding_variables(model, variables, None if dtype is None else jnp.dtype(dtype))
     load_seconds = clock.seconds
+    if write is not None:
+        write(prompt)
     text = TextStream(tokenizer, ids, stop)
     tokens: list[int] = []
     times: list[float] = []

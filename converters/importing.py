@@ -58,7 +58,7 @@ def refuse_unproven(family: str, gate: int | None) -> None:
         status = "has no card" if gate is None else f"has passed G{gate} only"
         raise ConversionError(
             f"family {family} {status}: its export is not proven byte-exact (G{PROVEN_GATE}); "
-            "ask for an unverified import to go on"
+            "import it unverified (--unverified) to go on all the same"
         )
 
 

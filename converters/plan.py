@@ -239,7 +239,7 @@ def _broken_promises(source: Source, family: Family) -> list[Finding]:
             f"config key {key!r}",
             f"no tensor that begins with {' or '.join(prefixes)}",
             "the tensors it promises",
-            "ask for the text half alone (text_only)",
+            "import the text half alone (--text-only)",
         )
         for key, prefixes in family.wrapper.parts.items()
         if source.config.get(key) is not None and not any(name.startswith(prefixes) for name in source.tensors)

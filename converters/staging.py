@@ -24,7 +24,7 @@ def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = ()) -> 
         if out.is_symlink() or not out.is_dir():
             raise ConversionError(f"{out}: exists and is not a directory; choose another output")
         if not overwrite and any(out.iterdir()):
-            raise ConversionError(f"{out}: already exists; remove it or ask to overwrite it")
+            raise ConversionError(f"{out}: already exists; remove it, or overwrite it (--overwrite)")
 
 
 def refuse_without_room(out: Path, needed: int) -> None:
