@@ -1,0 +1,108 @@
+"""`verify` end to end on two variants; the whole set is what `dewconv.parity.measure` runs for the cards."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dewconv.converters.importing import import_checkpoint
+from dewconv.converters.source import open_source
+from dewconv.families import ConversionError, find
+from dewconv.parity import CHECKS, Report, verify, write_checkpoint
+from dewconv.parity.round_trip import compare_sources
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    owner = find("qwen3")
+    return write_checkpoint(tmp_path_factory.mktemp("hf") / "window", owner.variants["window"], owner)
+
+
+@pytest.fixture(scope="module")
+def banks(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("banks") / "window"
+    import_checkpoint(open_source(source), out)
+    return out
+
+
+@pytest.mark.parametrize(("family", "variant"), [("qwen3", "mixed"), ("gemma3", "wrapper_hub")])
+def test_a_variant_passes_every_check_in_both_dtypes(family, variant):
+    report = verify(family=family, variant=variant)
+    assert report.passed, report.failures
+    ran = {(check.name, check.dtype) for check in report.checks if check.passed}
+    for dtype in ("float32", "bfloat16"):
+        for name in ("logits", "logits:unrolled", "layers", "decode", "padding", "greedy"):
+            assert (name, dtype) in ran
+    assert {("gradients", "float32"), ("round_trip", "stored")} <= ran
+    assert max(check.ratio for check in report.checks if check.ratio is not None) < 0.7
+    assert Report.from_dict(report.to_dict()) == report
+    assert set(report.layers) == {"float32", "bfloat16"}
+
+
+def test_banks_are_verified_against_the_source_they_came_from(banks):
+    report = verify(banks, checks=("logits", "round_trip"))
+    assert report.passed
+    assert report.model["target"] == "banks"
+
+
+def test_another_checkpoints_weights_differ_and_the_layer_is_named(source, banks, tmp_path):
+    other = shutil.copytree(source, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    report = verify(banks, against=other, checks=("logits", "layers", "round_trip"))
+    verdicts = {check.name: check for check in report.checks}
+    assert not report.passed
+    assert not verdicts["logits"].passed
+    assert verdicts["layers"].worst["layer"] == 2
+    assert "layer 2" in verdicts["layers"].note
+    assert "model.layers.2.mlp.down_proj.weight" in verdicts["round_trip"].note
+
+
+def test_a_source_that_is_gone_is_said(source, tmp_path):
+    moved = shutil.copytree(source, tmp_path / "hf")
+    out = tmp_path / "banks"
+    import_checkpoint(open_source(moved), out)
+    shutil.rmtree(moved)
+    with pytest.raises(ConversionError, match="--against"):
+        verify(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"family": "qwen3", "variant": "nope"}, "no variant 'nope'"),
+        ({"family": "qwen3", "variant": "untied", "checks": ("logit",)}, "no check is called 'logit'"),
+        ({}, "either a target or a family"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(options, says):
+    with pytest.raises(ConversionError, match=says):
+        verify(**options)
+
+
+def test_a_prompt_needs_a_tokenizer(source):
+    with pytest.raises(ConversionError, match=r"tokenizer\.json"):
+        verify(source, prompt="hello")
+
+
+def test_every_kind_of_difference_between_sources_is_told(source, tmp_path):
+    other = shutil.copytree(source, tmp_path / "other")
+    assert not list(compare_sources(open_source(source), open_source(other)))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    tensors["model.embed_tokens.weight"][3, 4] += 1
+    del tensors["lm_head.weight"]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "chat_template.jinja").write_text("other")
+    (other / "config.json").write_text((source / "config.json").read_text() + " ")
+    told = "\n".join(compare_sources(open_source(source), open_source(other)))
+    for part in (
+        "lm_head.weight: missing",
+        "model.norm.weight: F32",
+        "model.embed_tokens.weight: bytes differ",
+        "config.json: bytes differ",
+        "chat_template.jinja: differs",
+    ):
+        assert part in told
+    assert set(CHECKS) == {"logits", "layers", "decode", "padding", "greedy", "gradients", "round_trip"}
