@@ -17,8 +17,8 @@ class Support:
 
     gate: the highest gate passed with all below it ("G4"), None without a card. variants: of the family now.
     variants_passed: of those, how many the card shows passed. largest_ratio: the largest error of any check as a
-    part of its bound. faults, faults_caught: seeded and caught, without those that cannot show. versions: of torch, transformers and jax. real: the
-    released checkpoints measured.
+    part of its bound. faults, faults_caught: seeded and caught, without those that cannot show. versions: of torch,
+    transformers and jax. real: the released checkpoints measured.
     """
 
     family: str

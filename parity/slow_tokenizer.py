@@ -25,6 +25,10 @@ class SlowTokenizer:
         except Exception as error:  # a missing or foreign tokenizer raises whatever its class does
             reason = str(error).strip().split("\n")[0]
             raise ConversionError(f"{directory}: has no tokenizer that can be read ({reason})") from None
+        # Without files some classes build a tokenizer of an empty vocabulary.
+        files = sorted(set(self._library.vocab_files_names.values()))
+        if not any((directory / name).is_file() for name in files):
+            raise ConversionError(f"{directory}: has no tokenizer, none of {', '.join(files)}")
 
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text))

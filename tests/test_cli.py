@@ -214,18 +214,18 @@ class TestImportAndExport:
         assert list(tmp_path.iterdir()) == []
 
     def test_every_finding_is_told_and_nothing_is_written(self, tmp_path: Path) -> None:
-        source = changed_copy(tmp_path / "source", surprise=1, num_attention_heads="four")
+        source = changed_copy(tmp_path / "source", surprise=1, hidden_act="relu7")
         tensors = load_file(source / "model.safetensors")
         tensors["model.layers.0.surprise.weight"] = np.zeros(3, np.float32)
         del tensors["model.norm.weight"]
         save_file(tensors, source / "model.safetensors")
         message = fails("import", source, "out", "--unverified", cwd=tmp_path, lines=6)
         assert "'surprise'" in message
-        assert "'num_attention_heads'" in message
+        assert "'hidden_act'" in message
         document = json.loads(dewconv_command("import", source, "out", "--unverified", "--json", cwd=tmp_path).stdout)
         assert {finding["what"] for finding in document["error"]["findings"]} >= {
             "config key 'surprise'",
-            "config key 'num_attention_heads'",
+            "config key 'hidden_act'",
         }
         config = json.loads((TINY / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config))
@@ -424,7 +424,7 @@ class TestGenerate:
     def test_without_a_tokenizer(self, tmp_path: Path) -> None:
         source = tmp_path / "source"
         shutil.copytree(TINY, source, ignore=shutil.ignore_patterns("tokenizer*"))
-        assert "tokenizer" in fails("generate", source, "--prompt", "A", cwd=tmp_path)
+        assert "has no tokenizer" in fails("generate", source, "--prompt", "A", cwd=tmp_path)
 
     def test_options_out_of_range(self, banks: Path, tmp_path: Path) -> None:
         for option, value in (("--max-new-tokens", "0"), ("--top-p", "1.5"), ("--temperature", "-1"), ("--top-k", "0")):
