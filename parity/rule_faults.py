@@ -2,66 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ..families.rules import Alias, Carried, Rule, Statement, View
-from .seeding import Fault, Model, Seeded, Statements
-
-Edits = Mapping[int, Sequence[Statement]]
-"""Position in the statements -> what stands there instead."""
-
-
-def edited(statements: Statements, edits: Edits) -> Statements:
-    """The statements with some replaced, each by any number of others."""
-    return tuple(new for at, old in enumerate(statements) for new in edits.get(at, (old,)))
-
-
-def rules(model: Model) -> list[tuple[int, Rule]]:
-    """Every rule with its position in the statements."""
-    return [(at, item) for at, item in enumerate(model.statements) if isinstance(item, Rule)]
-
-
-def short(leaf: str) -> str:
-    """A leaf's name within its layer: `self_attn/q_proj/kernel`."""
-    return leaf.removeprefix("layers_{l}/")
-
-
-def where(model: Model, *endings: str) -> list[tuple[int, Rule]]:
-    """The rules whose leaves have one of these names within their layer."""
-    return [(at, rule) for at, rule in rules(model) if short(rule.leaf) in endings]
-
-
-def seeded(model: Model, label: str, edits: Callable[[], Edits]) -> Seeded:
-    """An instance that changes the rules alone."""
-    return Seeded(label, lambda: (model.fields, edited(model.statements, edits())))
-
-
-def each_rule(change: Callable[[Rule], Sequence[Statement]]) -> Callable[[Model], Iterator[Seeded]]:
-    """An instance a rule: the rule replaced by what `change` makes of it."""
-
-    def seeds(model: Model) -> Iterator[Seeded]:
-        for at, rule in rules(model):
-            yield seeded(model, short(rule.leaf), lambda at=at, rule=rule: {at: change(rule)})
-
-    return seeds
-
-
-def carry(rule: Rule) -> list[Statement]:
-    """The rule's tensors kept for export and not computed with."""
-    names = dict.fromkeys(place.source for place in rule.placements())
-    return [Carried(name, "seeded fault") for name in names]
-
-
-# Which tensor
+from ..families.rules import Alias, Rule, View
+from .edits import (
+    DOWN,
+    EMBED,
+    FINAL,
+    GATE,
+    HEAD,
+    HEAD_AXIS,
+    KB,
+    KN,
+    NORMS,
+    OB,
+    OUT,
+    QB,
+    QK,
+    QKN,
+    QN,
+    UP,
+    VB,
+    Edits,
+    K,
+    Q,
+    V,
+    at_layer,
+    carry,
+    each_rule,
+    edited,
+    halves_exchanged,
+    heads_of,
+    moved,
+    pairs_regrouped,
+    rolled,
+    rules,
+    seeded,
+    short,
+    where,
+)
+from .seeding import Fault, Model, Seeded, Seeds
 
 
 def swap_of(left: Rule, right: Rule) -> tuple[Rule, Rule]:
     return replace(left, source=right.source), replace(right, source=left.source)
 
 
-def swapped(*groups: tuple[str, ...]) -> Callable[[Model], Iterator[Seeded]]:
+def swapped(*groups: tuple[str, ...]) -> Seeds:
     """Every two rules of a group that read tensors of one shape, each reading the other's tensor."""
 
     def seeds(model: Model) -> Iterator[Seeded]:
@@ -79,17 +68,6 @@ def swapped(*groups: tuple[str, ...]) -> Callable[[Model], Iterator[Seeded]]:
     return seeds
 
 
-Q, K, V, OUT = (f"self_attn/{name}_proj/kernel" for name in "qkvo")
-QB, KB, VB, OB = (f"self_attn/{name}_proj/bias" for name in "qkvo")
-QN, KN = "self_attn/q_norm/scale", "self_attn/k_norm/scale"
-GATE, UP, DOWN = (f"mlp/{name}_proj/kernel" for name in ("gate", "up", "down"))
-NORMS = tuple(
-    f"{name}/scale"
-    for name in ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
-)
-EMBED, HEAD, FINAL = "embed_tokens/embedding", "lm_head/kernel", "norm/scale"
-
-
 def final_norm_swapped(model: Model) -> Iterator[Seeded]:
     last = model.fields.num_layers - 1
     for (i, final), (j, norm) in ((f, n) for f in where(model, FINAL) for n in where(model, NORMS[0])):
@@ -102,27 +80,7 @@ def final_norm_swapped(model: Model) -> Iterator[Seeded]:
         yield seeded(model, "final norm and the last input norm", edits)
 
 
-# Which layer
-
-
-def at_layer(rule: Rule, source: int, leaf: int) -> Rule:
-    """One layer of a rule: tensor of layer `source` into the leaf of layer `leaf`."""
-    over = {name: values for name, values in rule.over.items() if name != "l"}
-    return Rule(
-        rule.source.replace("{l}", str(source)),
-        rule.source_view,
-        rule.leaf.replace("{l}", str(leaf)),
-        rule.leaf_view,
-        over,
-    )
-
-
-def moved(rule: Rule, order: Mapping[int, int]) -> list[Rule]:
-    """The rule with the leaf of layer l filled from the tensor of layer order[l]."""
-    return [at_layer(rule, order.get(layer, layer), layer) for layer in rule.over["l"]]
-
-
-def layers_in_order(label: str, order_of: Callable[[int], Sequence[int] | None]) -> Callable[[Model], Iterator[Seeded]]:
+def layers_in_order(label: str, order_of: Callable[[int], Sequence[int] | None]) -> Seeds:
     """Every layer's tensors taken from layer order[l]; no instance where the order is the right one."""
 
     def seeds(model: Model) -> Iterator[Seeded]:
@@ -154,9 +112,6 @@ def one_tensor_rotated(model: Model) -> Iterator[Seeded]:
             yield seeded(model, short(rule.leaf), lambda at=at, rule=rule, order=order: {at: moved(rule, order)})
 
 
-# Which way round
-
-
 def is_matrix(rule: Rule) -> bool:
     return len(rule.leaf_view.shape) == 2 and not rule.source_view.whole
 
@@ -179,18 +134,7 @@ def reshaped(model: Model) -> Iterator[Seeded]:
             )
 
 
-def rolled(rule: Rule, axis: int, by: int = 1) -> list[Rule]:
-    """The rule with its leaf's axis rotated: place i gets what place i + by should have."""
-    head = (slice(None),) * axis
-    near, far = (*head, slice(by, None)), (*head, slice(0, by))
-    length = rule.leaf_view.shape[axis]
-    return [
-        replace(rule, source_view=rule.source_view[near], leaf_view=rule.leaf_view[(*head, slice(0, length - by))]),
-        replace(rule, source_view=rule.source_view[far], leaf_view=rule.leaf_view[(*head, slice(length - by, None))]),
-    ]
-
-
-def axis_rolled(axis: int, rank: int) -> Callable[[Model], Iterator[Seeded]]:
+def axis_rolled(axis: int, rank: int) -> Seeds:
     def seeds(model: Model) -> Iterator[Seeded]:
         for at, rule in rules(model):
             if len(rule.leaf_view.shape) == rank:
@@ -206,28 +150,7 @@ def table_shifted(model: Model) -> Iterator[Seeded]:
             yield seeded(model, leaf, lambda at=at, rule=rule, axis=axis: {at: rolled(rule, axis)})
 
 
-# Which head
-
-
-def heads_of(rule: Rule, axis: int, heads: int, order: Sequence[int]) -> list[Rule]:
-    """The rule with head h of the leaf's axis filled from head order[h]."""
-    width = rule.leaf_view.shape[axis] // heads
-
-    def cut(view: View, head: int) -> View:
-        return view[(*(slice(None),) * axis, slice(head * width, (head + 1) * width))]
-
-    return [
-        replace(rule, source_view=cut(rule.source_view, order[h]), leaf_view=cut(rule.leaf_view, h))
-        for h in range(heads)
-    ]
-
-
-HEAD_AXIS = {Q: 1, K: 1, V: 1, OUT: 0, QB: 0, KB: 0, VB: 0}
-
-
-def heads_in_order(
-    groups: Sequence[tuple[str, ...]], order_of: Callable[[int], Sequence[int]]
-) -> Callable[[Model], Iterator[Seeded]]:
+def heads_in_order(groups: Sequence[tuple[str, ...]], order_of: Callable[[int], Sequence[int]]) -> Seeds:
     """An instance a group of projections whose heads are taken in another order, together."""
 
     def seeds(model: Model) -> Iterator[Seeded]:
@@ -274,36 +197,7 @@ def grouping_interleaved(model: Model) -> Iterator[Seeded]:
     yield seeded(model, "q and o", edits)
 
 
-# Which pair of rotary features
-
-
-def pairs_regrouped(rule: Rule, axis: int, heads: int, interleave: bool) -> list[Rule]:
-    """The rule with each head's features re-paired: halves (i, i + n) laid out as neighbours, or back."""
-    view, leaf = rule.source_view, rule.leaf_view
-    n = view.shape[axis] // heads // 2
-    inner = (heads, 2, n) if interleave else (heads, n, 2)
-    outer = (heads, n, 2) if interleave else (heads, 2, n)
-    if len(view.shape) == 1:
-        return [replace(rule, source_view=view.reshape(*inner).transpose(0, 2, 1), leaf_view=leaf.reshape(*outer))]
-    rows = view.shape[0]
-    return [
-        replace(
-            rule,
-            source_view=view.reshape(rows, *inner).transpose(0, 1, 3, 2),
-            leaf_view=leaf.reshape(rows, *outer),
-        )
-    ]
-
-
-def halves_exchanged(rule: Rule, axis: int, heads: int) -> list[Rule]:
-    """The rule with the two rotary halves of every head exchanged: the rotation runs backwards."""
-    count = 2 * heads
-    return heads_of(rule, axis, count, [h ^ 1 for h in range(count)])
-
-
-def rotary(
-    change: Callable[[Rule, int, int], list[Rule]], *groups: tuple[str, ...]
-) -> Callable[[Model], Iterator[Seeded]]:
+def rotary(change: Callable[[Rule, int, int], list[Rule]], *groups: tuple[str, ...]) -> Seeds:
     def seeds(model: Model) -> Iterator[Seeded]:
         for group in groups:
             found = where(model, *group)
@@ -322,12 +216,6 @@ def rotary(
             yield seeded(model, ", ".join(dict.fromkeys(g.split("/")[1] for g in group)), edits)
 
     return seeds
-
-
-QK, QKN = (Q, K, QB, KB), (Q, K, QB, KB, QN, KN)
-
-
-# Fused and padded
 
 
 def gate_up_dealt(model: Model) -> Iterator[Seeded]:

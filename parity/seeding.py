@@ -47,6 +47,10 @@ class Seeded:
     build: Callable[[], tuple[DecoderFields, Statements]]
 
 
+Seeds = Callable[[Model], Iterator[Seeded]]
+"""Every instance of a fault in a model."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A kind of translator or decoder fault.
@@ -59,7 +63,7 @@ class Fault:
     name: str
     imitates: str
     needs: str
-    seeds: Callable[[Model], Iterator[Seeded]]
+    seeds: Seeds
     expect: Outcome = "caught"
     why: str = ""
 

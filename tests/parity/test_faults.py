@@ -1,0 +1,176 @@
+"""Every seeded fault is caught by some variant, what cannot be caught is not, and the honest pair passes."""
+
+import json
+from dataclasses import fields as record_fields
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import dewconv
+from dewconv.dew_core.fields import DecoderFields
+from dewconv.families import gemma3, qwen3
+from dewconv.parity.fault_runner import Bench, instances_of, run_faults
+from dewconv.parity.faults import CATALOGUE, listing
+from dewconv.parity.seeding import Fault, Seeded
+
+pytestmark = pytest.mark.slow
+
+ABSENT = {
+    "qwen3": {
+        "output_norms_dropped",
+        "input_norms_dropped",
+        "rope_thetas_exchanged",
+        "rope_scaling_spread",
+        "embedding_scale_unrounded",
+    },
+    "gemma3": {"llama3_ramp_wrong", "window_invented"},
+}
+"""Kinds that no variant of a family can have: Qwen3 has one norm a sublayer and one rope, Gemma 3 no llama3 ramp
+and always a window."""
+
+OUT_OF_REACH = {
+    "scale_after_cast_flipped",
+    "inert_max_seq_len",
+    "inert_initializer_range",
+    "inert_depth_scaled_init",
+    "inert_dropout_rate",
+    "inert_dtype",
+    "inert_scan_layers",
+    "inert_remat",
+    "inert_partial_rotary_type",
+    "inert_force_fp32_for_softmax",
+    "inert_kv_cache",
+    "bank_layers_set",
+    "attention_impl_set",
+    "precision_set",
+    "swiglu_limit_high",
+}
+"""What no check can catch; the catalogue gives each its reason."""
+
+NARROWEST = 10.0
+"""How far beyond its bound the least of all caught faults must be, so that no platform's rounding decides."""
+
+
+@pytest.fixture(scope="module", params=[qwen3.FAMILY, gemma3.FAMILY], ids=lambda family: family.name)
+def bench(request, tmp_path_factory):
+    return Bench(request.param, tmp_path_factory.mktemp(request.param.name))
+
+
+@pytest.fixture(scope="module")
+def report(bench):
+    return run_faults(bench.family, bench=bench)
+
+
+def test_every_fault_comes_out_as_the_catalogue_says(report):
+    wrong = [(outcome.fault, outcome.label, outcome.expect, outcome.attempts[-3:]) for outcome in report.uncaught]
+    assert wrong == []
+
+
+def test_the_honest_pair_is_not_caught(report, bench):
+    assert [attempt for attempt in report.honest if attempt.how] == []
+    assert {attempt.variant for attempt in report.honest if attempt.dtype == "float32"} >= {"square", "biases"}
+    assert all(attempt.entering == 0.0 for attempt in report.honest)
+    assert report.passed
+
+
+def test_what_cannot_be_caught_is_what_is_listed(report):
+    assert {outcome.fault for outcome in report.outcomes if not outcome.caught} == OUT_OF_REACH
+    assert {fault.name for fault in CATALOGUE if fault.out_of_reach} == OUT_OF_REACH
+    assert all(fault.why for fault in CATALOGUE if fault.out_of_reach)
+    low = [a for o in report.outcomes if o.fault == "scale_after_cast_flipped" for a in o.attempts]
+    assert [(a.dtype, a.equal) for a in low] == [("float32", True), ("bfloat16", False)]
+
+
+def test_kinds_that_do_not_apply_are_known(report):
+    assert set(report.absent) == ABSENT[report.family]
+    assert all(report.absent.values())
+
+
+def test_margins_are_wide(report):
+    assert report.narrowest.margin > NARROWEST, report.narrowest
+
+
+def test_the_embedding_scale_is_caught_in_bfloat16_alone(report):
+    caught = [o for o in report.outcomes if o.fault == "embedding_scale_unrounded"]
+    if report.family == "gemma3":
+        last = caught[0].attempts[-1]
+        assert (last.dtype, last.how) == ("bfloat16", "embeddings")
+        assert all(attempt.how is None for attempt in caught[0].attempts[:-1])
+    else:
+        assert caught == []
+
+
+def test_the_record_is_json(report):
+    record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert record["passed"] is True
+    assert record["uncaught"] == []
+    assert record["instances"] == len(report.outcomes) > 300
+    assert record["caught"] == record["instances"] - sum(
+        k["instances"] for k in record["kinds"].values() if not k["by"]
+    )
+    assert record["narrowest"]["margin"] == report.narrowest.margin
+
+
+def test_every_decoder_field_is_altered_by_some_fault(bench):
+    """max_seq_len to remat: no field is left that no fault touches."""
+    touched = set()
+    for fault in CATALOGUE:
+        for variants in instances_of(fault, bench).values():
+            variant, seeded = next(iter(variants.items()))
+            honest = bench.stand(variant).model.fields
+            try:
+                broken = seeded.build()[0]
+            except ValueError:
+                continue
+            names = [field.name for field in record_fields(DecoderFields)]
+            touched |= {name for name in names if getattr(broken, name) != getattr(honest, name)}
+    reached_by_kinds = {"rope_theta", "rope_scaling", "yarn"}
+    assert "kinds" in touched
+    assert {field.name for field in record_fields(DecoderFields)} - touched <= reached_by_kinds
+
+
+def test_the_runner_tells_a_catalogue_that_is_wrong(bench):
+    """A fault that breaks nothing is not caught, one that moves the numbers is not inert, a wrong expectation shows."""
+
+    def nothing(model):
+        yield Seeded("nothing", lambda: (model.fields, model.statements))
+
+    def activation(model):
+        yield Seeded("activation", lambda: (replace(model.fields, mlp="geglu_exact"), model.statements))
+
+    def empty(model):
+        yield Seeded("no rules", lambda: (model.fields, ()))
+
+    def tried(seeds, expect):
+        report = run_faults(bench.family, faults=[Fault("tried", "", "", seeds, expect)], bench=bench)
+        return report.outcomes[0].good
+
+    limited = Bench(replace(bench.family, variants={"untied": bench.family.variants["untied"]}), bench.directory)
+    bench = limited
+    assert [tried(nothing, expect) for expect in ("refused", "numbers", "caught", "equal", "within")] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [tried(activation, expect) for expect in ("refused", "numbers", "caught", "equal", "within")] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [tried(empty, expect) for expect in ("refused", "numbers", "equal")] == [True, False, False]
+
+
+def test_a_catalogue_of_at_least_forty_kinds_says_what_each_stands_for():
+    names = [fault.name for fault in CATALOGUE]
+    assert len(set(names)) == len(names) >= 40
+    assert all(fault.imitates and fault.needs for fault in CATALOGUE)
+
+
+def test_the_documentation_lists_the_catalogue():
+    text = (Path(dewconv.__file__).parent / "docs" / "faults.md").read_text("utf-8")
+    assert text.endswith(listing())
