@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "CHECKS": "verify",
-    "verify": "verify",
-    "versions": "verify",
+    "CHECKS": "verification",
+    "verify": "verification",
+    "versions": "verification",
     "CheckResult": "results",
     "LayerError": "results",
     "Report": "results",

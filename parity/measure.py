@@ -13,7 +13,7 @@ from ..families.registry import find
 from .cards import CARDS, write_card
 from .gates import close_config, close_names, released_configs, released_names
 from .results import Report
-from .verify import verify
+from .verification import verify
 
 
 def measure(
