@@ -13,20 +13,22 @@ from .attention import AttentionMetadata
 from .norms import RMSNorm
 from .records import AltUp, BlockWiring, GatedActivation, HyperConnections, ResidualSite
 from .remat import RematPolicy
+from .router import Routes
 
 
 class DecoderBlock(nn.Module):
     """x [B, S, features] -> [B, S, features] through self_attn and mlp.
 
     mixer and feedforward are factories taking a name: mixer's module becomes self_attn and takes
-    CausalSelfAttention's call, feedforward's becomes mlp and takes the normed states alone. A feedforward of
+    CausalSelfAttention's call, feedforward's becomes mlp and takes the normed states (routed: and the recorded
+    routes, which arrive as per_layer_input and which a dense feed-forward has no use for). A feedforward of
     None is a block of the mixer alone. wiring places the norms: input_layernorm and post_attention_layernorm
     before the sublayers (pre_norms), attention_output_norm and mlp_output_norm after them (output_norms).
 
     residual_multiplier multiplies each sublayer's output before it joins the stream (GraniteMoeHybrid),
     dropout_rate drops from it. remat recomputes the block in the backward pass, keeping what the policy
     names; init and cached decoding take the direct path and the parameters are the same either way. routed
-    says the feed-forward routes to experts; the block's own computation does not depend on it.
+    says the feed-forward routes to experts.
 
     The residual stream stays in the dtype it arrives in (`dtype` when stated). The decoder reference promotes
     it to fp32 under a bf16 policy; transformers adds in the checkpoint's dtype, and with the same weights the
@@ -107,14 +109,17 @@ class DecoderBlock(nn.Module):
         per_layer_input: Any = None,
         attention_metadata: AttentionMetadata | None = None,
     ) -> jax.Array:
-        if per_layer_input is not None:
+        if not isinstance(per_layer_input, Routes | None):
             raise ValueError("per_layer_input: the decoder block reads no per-layer input")
         if self.dtype is not None:
             x = x.astype(self.dtype)
 
-        def run(block: DecoderBlock, states: jax.Array, positions: Any, segment_ids: Any, metadata: Any) -> jax.Array:
+        def run(
+            block: DecoderBlock, states: jax.Array, positions: Any, segment_ids: Any, metadata: Any, routes: Any
+        ) -> jax.Array:
             return block._sublayers(
                 states,
+                routes,
                 train=train,
                 decode=decode,
                 positions=positions,
@@ -125,15 +130,16 @@ class DecoderBlock(nn.Module):
 
         if self.remat is not None and not decode and not self.is_initializing():
             run = nn.remat(run, policy=self.remat.checkpoint_policy())
-        return run(self, x, positions, segment_ids, attention_metadata)
+        return run(self, x, positions, segment_ids, attention_metadata, per_layer_input)
 
-    def _sublayers(self, x: jax.Array, *, train: bool, **call: Any) -> jax.Array:
+    def _sublayers(self, x: jax.Array, routes: Routes | None, *, train: bool, **call: Any) -> jax.Array:
         pre, post = self.wiring.pre_norms, self.wiring.output_norms
         states = self.self_attn(self.input_layernorm(x) if pre else x, train=train, **call)
         x = self._join(x, self.attention_output_norm(states) if post else states, train)
         if self.feedforward is None:
             return x
-        states = self.mlp(self.post_attention_layernorm(x) if pre else x)
+        states = self.post_attention_layernorm(x) if pre else x
+        states = self.mlp(states, routes) if self.routed else self.mlp(states)
         return self._join(x, self.mlp_output_norm(states) if post else states, train)
 
     def _join(self, x: jax.Array, states: jax.Array, train: bool) -> jax.Array:

@@ -12,12 +12,12 @@ from typing import Any
 
 from .fields import DecoderFields
 from .layers import ResolvedKind
+from .mixture import refuse_unbuildable_mixture
 
 UNBUILT: Mapping[str, str] = {
     "v_norm": "value norms",
     "attention_k_eq_v": "values read from the key projection",
     "layer_scalar": "per-layer output scalars",
-    "mixture": "routed experts",
     "use_double_wide_mlp": "doubled feed-forward widths",
     "per_layer_input_dim": "per-layer input embeddings",
     "per_layer_input_vocab": "per-layer input embeddings",
@@ -51,6 +51,8 @@ def refuse_unbuildable_fields(fields: Any, kinds: Mapping[str, ResolvedKind]) ->
             raise ValueError(
                 f"{name}={value!r}: {machinery} are not supported yet; leave {name} at {_DEFAULTS[name]!r}"
             )
+    if fields.mixture is not None:
+        refuse_unbuildable_mixture(fields.mixture, fields.num_layers)
     _refuse_senseless_sizes(fields)
     for name, kind in kinds.items():
         _refuse_senseless_kind(fields, name, kind)

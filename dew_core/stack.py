@@ -64,29 +64,27 @@ def run_stack(
     positions: jax.Array | None,
     segment_ids: jax.Array | None,
     kv_store: dict | None,
-    per_layer_input: jax.Array | None,
+    per_layer_input: Any,
     attention_metadata: Any = None,
 ) -> jax.Array:
     """Run the layers over x [B, S, D], one run at a time as `groups` says.
 
     A run of one layer is `layers[first]`, called as the plain loop calls it. A longer run is one block, named
     for its range, under flax's scan: every variable of it carries a leading layer axis, each iteration reads
-    its own row of the weights and of `per_layer_input` [B, S, L, P], and random streams are split by layer.
+    its own row of the weights and of `per_layer_input` (arrays of [B, S, L, …]), and random streams are split by layer.
     Owning layers inside a scan get no `kv_store`, since a dict cannot leave the loop; a provider is always a
     run of one.
     """
     shared = {"train": train, "decode": decode, "positions": positions, "segment_ids": segment_ids}
     shared["attention_metadata"] = attention_metadata
 
-    def signal(first: int, count: int) -> jax.Array | None:
-        if per_layer_input is None:
-            return None
-        return jnp.moveaxis(per_layer_input[:, :, first : first + count], 2, 0)
+    def signal(first: int, count: int) -> Any:
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf[:, :, first : first + count], 2, 0), per_layer_input)
 
     for first, count in groups:
         inputs = signal(first, count)
         if count == 1:
-            row = None if inputs is None else inputs[0]
+            row = jax.tree.map(lambda leaf: leaf[0], inputs)
             x = layers[first](x, kv_store=kv_store, per_layer_input=row, **shared)
             continue
         store = kv_store if specs[first].kv_shared else None

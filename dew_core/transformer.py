@@ -20,6 +20,7 @@ from .head import HeadKernel, TokenTable, head_logits
 from .kv_cache import refuse_unbuildable_cache
 from .layers import LayerPlan, ResolvedKind, group_name, layer_plan
 from .mlp import GatedMLP
+from .moe import SparseMLP
 from .norms import RMSNorm
 from .records import (
     AltUp,
@@ -36,6 +37,7 @@ from .records import (
 )
 from .refusals import refuse_unbuildable_fields, refuse_unbuildable_mup
 from .remat import remat_policy
+from .router import Routes
 from .stack import (
     DecoderBank,
     StackView,
@@ -180,7 +182,7 @@ class CausalTransformer(nn.Module):
 
     @property
     def hash_layers(self) -> set[int]:
-        """The sparse layers routing by a token table: none in a dense decoder."""
+        """The sparse layers routing by a token table: none, the mixture's `hash_layers` are refused."""
         return set()
 
     @property
@@ -240,24 +242,24 @@ class CausalTransformer(nn.Module):
         refuse_unbuildable_fields(self, kinds)
         refuse_unbuildable_cache(self.kv_cache)
 
-    def feedforward_factories(self) -> tuple[Callable[..., nn.Module], None, None]:
+    def feedforward_factories(self) -> tuple[Callable[..., nn.Module], Callable[..., nn.Module] | None, None]:
         """The dense gated MLP, the routed experts and the parallel branch, each built from keywords.
 
-        A dense decoder has the first alone. It takes `hidden_features` beside a name, since widths are per
-        layer.
+        A dense decoder has the first alone, and the parallel branch is refused. They take `hidden_features`
+        beside a name, since widths are per layer.
         """
         hidden_std, output_std = self.init_stds
-        dense = partial(
-            GatedMLP,
-            features=self.emb_features,
-            activation=self.mlp,
-            swiglu_limit=self.swiglu_limit,
-            init_std=hidden_std,
-            output_init_std=output_std,
-            dtype=self.dtype,
-            precision=self.precision,
-        )
-        return dense, None, None
+        shared: dict[str, Any] = {
+            "features": self.emb_features,
+            "activation": self.mlp,
+            "swiglu_limit": self.swiglu_limit,
+            "init_std": hidden_std,
+            "output_init_std": output_std,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
+        sparse = None if self.mixture is None else partial(SparseMLP, mixture=self.mixture, **shared)
+        return partial(GatedMLP, **shared), sparse, None
 
     def mixer_factory(self, context: MixerContext) -> Callable[..., nn.Module]:
         """The attention of one layer as a factory taking a name."""
@@ -293,10 +295,12 @@ class CausalTransformer(nn.Module):
     def build_block(self, index: int, **module: Any) -> DecoderBlock:
         """Layer `index`'s block; `module` is flax's own `name` or `parent`."""
         spec = self.plan.specs[index]
-        dense, _, _ = self.feedforward_factories()
+        dense, sparse, _ = self.feedforward_factories()
+        feedforward = sparse if spec.routed else dense if spec.width else None
         return DecoderBlock(
             mixer=self.mixer_factory(self.mixer_context(spec.kind, spec.layer_type, spec.kv_shared)),
-            feedforward=partial(dense, hidden_features=spec.width) if spec.width else None,
+            feedforward=None if feedforward is None else partial(feedforward, hidden_features=spec.width),
+            routed=spec.routed,
             wiring=BlockWiring(self.pre_norms, self.sandwich_norms, self.layer_scalar),
             norm_eps=self.norm_eps,
             scale_offset=self.scale_offset,
@@ -408,7 +412,9 @@ class CausalTransformer(nn.Module):
         beside per-document positions. attention_mask [B, S]: the real tokens; the others are never attended,
         and their own states mean nothing. input_embeddings [B, N, D] replace the scaled token embeddings at
         embedding_positions [B, N]. attention_pairwise_mask [B, Q, K] bool: explicit visibility in place of
-        the causal rule; attention_key_positions [B, K]: the keys' coordinates, for local layers.
+        the causal rule; attention_key_positions [B, K]: the keys' coordinates, for local layers. routed_experts
+        [B, S, layers, top_k]: recorded expert ids the sparse layers' routers repeat, indexed by decoder layer, and
+        routed [B, S] bool the tokens the record covers, None for all (`Routes.of_layers`).
 
         Raises ValueError for half a pair of arguments, for decoding with causal=False, and by name for the
         arguments of machinery this decoder does not build.
@@ -416,14 +422,13 @@ class CausalTransformer(nn.Module):
         unbuilt = {
             "image_groups": image_groups,
             "rotary_positions": rotary_positions,
-            "routed_experts": routed_experts,
-            "routed": routed,
         }
         for name, value in unbuilt.items():
             if value is not None:
                 raise ValueError(f"{name} is not supported yet by this decoder; leave it None")
         if (input_embeddings is None) != (embedding_positions is None):
             raise ValueError("input_embeddings and embedding_positions go together: pass both or neither")
+        routes = self._routes(routed_experts, routed, tokens.shape)
         if decode and not self.causal:
             raise ValueError("decode=True needs causal=True: a decoder that attends both ways has no cache")
         x = self.scaled_embeddings(self.token_embeddings(tokens))
@@ -442,13 +447,25 @@ class CausalTransformer(nn.Module):
             decode=decode,
             positions=positions,
             segment_ids=segment_ids,
-            per_layer_input=None,
+            per_layer_input=routes,
             attention_metadata=metadata,
         )
         x = self.norm(x)
         if self.logits_scaling != 1.0:
             x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / self.logits_scaling
         return x
+
+    def _routes(self, routed_experts: Any, routed: Any, shape: tuple[int, ...]) -> Routes | None:
+        if routed_experts is None:
+            if routed is not None:
+                raise ValueError("routed marks the tokens of routed_experts: pass both, or routed_experts alone")
+            return None
+        if self.mixture is None:
+            raise ValueError("routed_experts needs a mixture: this decoder routes to no experts")
+        routes = Routes.of_layers(routed_experts, routed, self.num_layers, self.mixture.top_k)
+        if routes.experts.shape[:2] != shape:
+            raise ValueError(f"routed_experts records {routes.experts.shape[:2]} tokens, the tokens are {shape}")
+        return routes
 
     def stack(self, x: jax.Array, **call: Any) -> jax.Array:
         """The layer stack over x [B, S, D]: the plain loop or the scanned runs, whichever way the store lies.
@@ -495,6 +512,9 @@ class CausalTransformer(nn.Module):
         """
         block = self.build_block(0, parent=None)
         streams = {name: jax.random.key(0) for name in self.scope.rngs}
+
+        # Every layer's input on axis 2; the block takes its own.
+        call["per_layer_input"] = jax.tree.map(lambda leaf: leaf[:, :, 0], call.get("per_layer_input"))
 
         def first(variables: Any, x: Any) -> jax.Array:
             out, _ = block.apply(variables, x, kv_store=None, mutable=True, rngs=streams, **call)

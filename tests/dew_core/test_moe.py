@@ -8,17 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from dewconv.dew_core.grouped import block_rows, grouped_matmul
-from dewconv.dew_core.mixture import refuse_unbuildable_mixture
-from dewconv.dew_core.moe import SparseMLP, capacity_positions, expert_capacity
-from dewconv.dew_core.records import Mixture
-from dewconv.dew_core.router import Router, Routes, load_balancing_loss
 from transformers import DeepseekV3Config, Glm4MoeConfig, Llama4TextConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, load_balancing_loss_func
+
+from dewconv.dew_core.grouped import block_rows, grouped_matmul
+from dewconv.dew_core.mixture import refuse_unbuildable_mixture
+from dewconv.dew_core.moe import SparseMLP, capacity_positions, expert_capacity
+from dewconv.dew_core.records import Mixture
+from dewconv.dew_core.router import Router, Routes, load_balancing_loss
+from dewconv.dew_core.stack import StackView
+from dewconv.dew_core.transformer import CausalTransformer
 
 DIM = 24
 
@@ -551,3 +554,120 @@ REFUSED = {
 def test_refusals(message):
     with pytest.raises(ValueError, match=message):
         refuse_unbuildable_mixture(Mixture(**{"experts": 8, **REFUSED[message]}), num_layers=4)
+
+
+FIELDS = {
+    "vocab_size": 37,
+    "emb_features": DIM,
+    "num_layers": 5,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "mlp_features": 28,
+    "max_seq_len": 16,
+    "tie_embeddings": False,
+    # Layer 0 dense, 1-3 sparse, 4 dense: a run of each sort.
+    "mixture": Mixture(7, 3, layers=(1, 2, 3), expert_features=20, shared_features=12, bias=True),
+}
+
+
+@cache
+def decoder():
+    """(plain decoder, scanned decoder, their variables with nothing neutral, tokens)."""
+    plain, scanned = (CausalTransformer(**FIELDS, scan_layers=scan) for scan in (False, True))
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 37, (2, 9)))
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), tokens)
+    assert set(shapes) == {"params"}
+    rng = np.random.default_rng(4)
+    variables = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * 0.3 + 0.05), shapes)
+    return plain, scanned, variables, tokens
+
+
+@cache
+def decoded(scan, record=False):
+    """(logits, router statistics) of one forward, under the record of expert 6, 0 and 2 for the first row."""
+    model, (_, _, variables, tokens) = decoder()[scan], decoder()
+    call = {}
+    if record:
+        ids = jnp.broadcast_to(jnp.asarray([6, 0, 2]), (2, 9, 5, 3))
+        call = {"routed_experts": ids, "routed": jnp.asarray([[True] * 9, [False] * 9])}
+    run = jax.jit(lambda variables: model.apply(variables, tokens, mutable=["router"], **call))
+    logits, state = run(variables)
+    return np.asarray(logits), jax.tree.map(np.asarray, state["router"])
+
+
+def test_the_decoder_s_tree():
+    plain, _, variables, _ = decoder()
+    tree = variables["params"]
+    assert set(tree["layers_0"]["mlp"]) == {"gate_proj", "up_proj", "down_proj"}
+    assert set(tree["layers_1"]["mlp"]) == {"gate", "experts", "shared_experts"}
+    assert tree["layers_3"]["mlp"]["experts"]["up_proj"]["kernel"].shape == (7, DIM, 20)
+    assert plain.plan.bank_names == ("layers_0", "layers_1_3", "layers_4")
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_the_scanned_decoder_equals_the_loop(record):
+    (one, loop), (other, scan) = (decoded(scan, record) for scan in (False, True))
+    np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * np.abs(one).max())
+    assert set(loop) == {"layers_1", "layers_2", "layers_3"}
+    assert jax.tree.structure(loop) == jax.tree.structure(scan)
+    for name in loop:
+        np.testing.assert_array_equal(loop[name]["mlp"]["gate"]["experts"], scan[name]["mlp"]["gate"]["experts"])
+
+
+def test_the_decoder_replays_a_record():
+    (free, own), (bound, replayed) = decoded(True), decoded(True, True)
+    for name in own:
+        ids = replayed[name]["mlp"]["gate"]["experts"]
+        assert (ids[0] == [6, 0, 2]).all()
+        np.testing.assert_array_equal(ids[1], own[name]["mlp"]["gate"]["experts"][1])
+    assert np.abs(bound - free)[0].max() > 1e-2
+    np.testing.assert_allclose(bound[1], free[1], rtol=0, atol=1e-5)
+
+
+def test_a_sparse_decoder_runs_its_banks_and_its_cache():
+    _, scanned, variables, tokens = decoder()
+    banked = StackView(scanned.plan.groups).stack(variables)
+    assert banked["params"]["layers_1_3"]["mlp"]["experts"]["down_proj"]["kernel"].shape == (3, 7, 20, DIM)
+    whole = decoded(False)[0]
+
+    @jax.jit
+    def step(cache, token):
+        return scanned.apply({**banked, **cache}, token, decode=True, mutable=["cache"])
+
+    cache = jax.jit(lambda: scanned.apply(banked, 2, method=CausalTransformer.init_cache, mutable=["cache"])[1])()
+    for position in range(tokens.shape[1]):
+        logits, cache = step(cache, tokens[:, position : position + 1])
+        assert set(cache) == {"cache"}
+        np.testing.assert_allclose(logits[:, 0], whole[:, position], rtol=0, atol=1e-5 * np.abs(whole).max())
+
+
+def test_gradients_through_scan_and_remat():
+    plain, _, variables, tokens = decoder()
+    remat = CausalTransformer(**FIELDS, scan_layers=True, remat="minimal")
+
+    def gradients(model):
+        return jax.jit(jax.grad(lambda variables: jnp.mean(model.apply(variables, tokens) ** 2)))(variables)
+
+    loop, scan = gradients(plain), gradients(remat)
+    assert jax.tree.structure(loop) == jax.tree.structure(scan)
+    for one, other in zip(jax.tree.leaves(loop), jax.tree.leaves(scan), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * max(1e-3, np.abs(one).max()))
+    router = loop["params"]["layers_2"]["mlp"]["gate"]
+    assert np.abs(router["kernel"]).max() > 0
+    assert not np.abs(router["e_score_correction_bias"]).any()
+
+
+def test_decoder_refusals():
+    plain, _, variables, tokens = decoder()
+    ids = jnp.zeros((2, 9, 5, 3), jnp.int32)
+    dense = CausalTransformer(**{**FIELDS, "mixture": None})
+    with pytest.raises(ValueError, match="routed_experts needs a mixture"):
+        jax.eval_shape(lambda v: dense.apply(v, tokens, routed_experts=ids), variables)
+    with pytest.raises(ValueError, match="routed marks the tokens"):
+        jax.eval_shape(lambda v: plain.apply(v, tokens, routed=ids[..., 0, 0] == 0), variables)
+    with pytest.raises(ValueError, match="routed_experts records"):
+        jax.eval_shape(lambda v: plain.apply(v, tokens, routed_experts=ids[:, :8]), variables)
+    outside = CausalTransformer(**{**FIELDS, "mixture": Mixture(7, 3, layers=(5,))})
+    with pytest.raises(ValueError, match="layers names 5"):
+        jax.eval_shape(lambda: outside.init(jax.random.key(0), tokens))
