@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -408,7 +409,7 @@ def matrix_command(form: str, as_json: bool) -> int:
 def run(arguments: Sequence[str]) -> int:
     """The command on `arguments`; returns the exit code. Errors are a line or two on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     without_bars(on=not sys.stderr.isatty())
     signal.signal(signal.SIGTERM, _terminate)

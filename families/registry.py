@@ -35,7 +35,7 @@ def find(name: str) -> Family:
     Raises ConversionError when none or more than one does, or when the owner cannot be imported.
     """
     owners = _owners()
-    points = owners.get(name, ())
+    points = list(owners.get(name, ()))
     if not points:
         close = get_close_matches(name, owners, n=1, cutoff=0.6)
         hint = f" Did you mean {close[0]}?" if close else ""

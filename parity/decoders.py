@@ -5,6 +5,9 @@ which differ in their weights alone share them. Everything outside them is numpy
 of its own.
 """
 
+# flax types the results of `apply` as unions of trees, and jax takes modules for unhashable.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import json

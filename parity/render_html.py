@@ -34,7 +34,7 @@ def _environment() -> Any:
         ) from error
 
     def load(name: str) -> str:
-        return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
+        return resources.files(str(__package__)).joinpath("templates", name).read_text("utf-8")
 
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(load),
