@@ -86,7 +86,7 @@ def export_checkpoint(
 
 
 def verify(target: str | Path | None = None, **options: Any) -> Report:
-    """torch beside JAX on the same weights: `parity.verify.verify`. Needs the extra `verify`."""
-    from .parity.verify import verify as verify_target
+    """torch beside JAX on the same weights: `parity.verification.verify`. Needs the extra `verify`."""
+    from .parity.verification import verify as verify_target
 
     return verify_target(target, **options)

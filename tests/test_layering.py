@@ -132,7 +132,7 @@ def test_the_check_finds(parts: tuple[str, ...], line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        (("cli",), "from .parity.verify import verify"),
+        (("cli",), "from .parity.verification import verify"),
         (("cli",), "from . import console"),
         (("parity", "verify"), "import torch"),
         (("converters", "loading"), "def f():\n    import jax"),
