@@ -462,7 +462,8 @@ def _lines(error: BaseException) -> list[str]:
         return [f"dewconv: {error.name} is not installed; install dewconv[{extra}]"]
     if isinstance(error, OSError) and error.filename is not None:
         return [f"dewconv: {error.filename}: {error.strerror}"]
-    return [f"dewconv: {type(error).__name__}: {error} (run again with --debug to see where)"]
+    reason = str(error).strip().partition("\n")[0][:200]
+    return [f"dewconv: {type(error).__name__}: {reason} (run again with --debug to see where)"]
 
 
 def _document_error(error: BaseException, lines: Sequence[str]) -> None:

@@ -160,7 +160,7 @@ def _tensors(source: Source, family: Family, fields: DecoderFields, problems: li
     except ConversionError as error:
         problems.append(str(error))
         codec = Plain()
-    spelling, closing, findings = examine_names(source, family, fields, codec)
+    spelling, closing, *_, findings = examine_names(source, family, fields, codec)
     if source.has_weights:
         problems += [str(finding) for finding in findings]
     settled, _ = settle(respell_statements(family.weights(fields), spelling), source.tensors)
