@@ -319,6 +319,8 @@ def _attempts(fault: Fault, seeded: Mapping[str, Seeded], bench: Bench) -> Itera
         yield attempt
         if attempt.how:
             return
+        if fault.shows_in != "float32":
+            break
     for variant, instance in seeded.items():
         if bench.family.variants[variant].storage == "bfloat16":
             attempt = bench.stand(variant, "bfloat16").attempt(instance.build)

@@ -326,6 +326,7 @@ FIELD_FAULTS = (
         "an embedding scale that bfloat16 rounds",
         embedding_scale_unrounded,
         "numbers",
+        shows_in="bfloat16",
     ),
     Fault("multiplier_wrong", "a muP multiplier where the family has none", "no multiplier", multipliers, "numbers"),
     Fault(

@@ -57,7 +57,7 @@ class Fault:
 
     name: in a few words, with underscores. imitates: the mistake it stands for. needs: what a model must have for
     the fault to exist, so that "does not apply" has its reason. seeds: every instance in a model, none when it does
-    not apply. why: for what cannot be caught, the reason.
+    not apply. why: for what cannot be caught, the reason. shows_in: the compute dtype in which the numbers move.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Fault:
     seeds: Seeds
     expect: Outcome = "caught"
     why: str = ""
+    shows_in: Literal["float32", "bfloat16"] = "float32"
 
     def applies(self, model: Model) -> bool:
         """Whether the fault can be seeded in `model`."""
