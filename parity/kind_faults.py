@@ -194,7 +194,7 @@ KIND_FAULTS = (
         "theta at another family's default (rope 2)",
         "rope",
         together(
-            each_kind("ten times", lambda k, m: replace(k, rope_theta=10 * k.rope_theta)),
+            each_kind("ten times", lambda k, m: replace(k, rope_theta=10 * (k.rope_theta or 1.0))),
             each_kind("10000", lambda k, m: replace(k, rope_theta=10000.0)),
             each_kind("500000", lambda k, m: replace(k, rope_theta=500000.0)),
         ),
