@@ -23,6 +23,7 @@ def plan_import(
     dtype: str = "keep",
     bank_layers: int | None = None,
     text_only: bool = False,
+    quantized: str = "keep",
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
@@ -30,12 +31,12 @@ def plan_import(
 ) -> ImportPlan:
     """What an import of `source` (a directory, a hub id, an opened source) will do; `plan.run(out)` does it.
 
-    dtype, bank_layers, text_only: `converters.plan.plan_import`. The rest: `converters.source.open_source`. Raises
-    ConversionError, or FindingsError with everything that does not fit.
+    dtype, bank_layers, text_only, quantized: `converters.plan.plan_import`. The rest: `converters.source.open_source`.
+    Raises ConversionError, or FindingsError with everything that does not fit.
     """
     if not isinstance(source, Source):
         source = open_source(source, revision, token, cache_dir, offline)
-    return plan_source(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only)
+    return plan_source(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized)
 
 
 def refuse_below_gate(plan: ImportPlan) -> None:

@@ -90,6 +90,12 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, 
 @click.option("--dtype", type=click.Choice(STORED_DTYPES), default="keep", help="Cast matrices (default: keep).")
 @click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
 @click.option("--text-only", is_flag=True, help="Leave what is beside a wrapper's decoder behind.")
+@click.option(
+    "--quantized",
+    type=click.Choice(("keep", "decode")),
+    default="keep",
+    help="Quantised weights as codes and scales, or as values (default: keep).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @overwrite_option
 @click.option("--unverified", is_flag=True, help="Import a family whose byte-exact export is not proven (below G3).")
@@ -100,6 +106,7 @@ def import_command(
     dtype: str,
     bank_layers: int | None,
     text_only: bool,
+    quantized: str,
     dry_run: bool,
     overwrite: bool,
     unverified: bool,
@@ -113,7 +120,7 @@ def import_command(
     """
     from .api import plan_import, refuse_below_gate
 
-    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, **hub)
+    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized, **hub)
     if not unverified:
         refuse_below_gate(plan)
     name = (plan.source.repo or plan.source.root.resolve().name).rpartition("/")[2]

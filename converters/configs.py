@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..families.errors import ConversionError
-from ..families.family import Family
+from ..families.family import Family, Spelling
 from ..families.spelling import TEXT_CONFIG, respell
+from .quantisation import RECORDS, record_of, respell_record, without_record
+from .safetensors_files import Header
 from .source import CONFIG, INDEX, read_json_object
 
 _PROMOTED = ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -52,9 +54,29 @@ def index_text(weight_map: Mapping[str, str], total_size: int) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def resized_index(text: bytes, total_size: int) -> bytes:
-    """The source's index with another total_size."""
+def resized_index(text: bytes, headers: Mapping[str, Header]) -> bytes:
+    """The source's index for other shards: their tensors, in its own order where it names them, and their bytes."""
     index = read_json_object(text, INDEX)
     metadata = index.get("metadata")
-    index["metadata"] = {**(metadata if isinstance(metadata, Mapping) else {}), "total_size": total_size}
+    total = sum(header.data_bytes for header in headers.values())
+    index["metadata"] = {**(metadata if isinstance(metadata, Mapping) else {}), "total_size": total}
+    holders = {name: shard for shard, header in headers.items() for name in header.entries}
+    if holders != index["weight_map"]:
+        named = [name for name in index["weight_map"] if name in holders]
+        index["weight_map"] = {name: holders[name] for name in dict.fromkeys((*named, *holders))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def without_records(text: bytes) -> bytes:
+    """config.json without its quantisation records: its weights are plain."""
+    config = read_json_object(text, CONFIG)
+    plain = without_record(config)
+    return text if plain == config else to_text(plain)
+
+
+def with_record(text: bytes, record: Mapping[str, Any], spelling: Spelling) -> bytes:
+    """A text-only config.json that states a wrapper's quantisation record, module names in a text-only spelling."""
+    config = read_json_object(text, CONFIG)
+    if record_of(config) is not None or not record:
+        return text
+    return to_text({**config, RECORDS[0]: respell_record(record, spelling)})

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from threading import Event
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -29,12 +29,33 @@ TILE = 64
 T = TypeVar("T")
 
 
+class Lazy(Protocol):
+    """An array whose values are made when they are written: what of numpy's own behaviour copying asks for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, item: int | slice, /) -> Lazy: ...
+    def squeeze(self, axes: Sequence[int], /) -> Lazy: ...
+    def transpose(self, order: Sequence[int], /) -> Lazy: ...
+
+    def write(self, out: np.ndarray, /) -> None:
+        """Puts the values into `out`, of this shape and dtype."""
+        ...
+
+
 @dataclass(frozen=True)
 class Part:
     """One copy into a tensor: `view` of the tensor is filled by the array that `read` gives, of `view`'s shape."""
 
     view: View
-    read: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray | Lazy]
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,7 @@ class _Piece:
     strides, offset: where it lies in the target, in elements. moved: bits are moved, no value is cast.
     """
 
-    source: np.ndarray
+    source: np.ndarray | Lazy
     strides: tuple[int, ...]
     offset: int
     moved: bool
@@ -72,7 +93,7 @@ def _piece(part: Part, dtype: np.dtype) -> _Piece | None:
     source = part.read()
     if source.shape != part.view.shape:
         raise ValueError(f"a source of shape {source.shape} cannot fill a view of {part.view.shape}")
-    moved = source.dtype == dtype
+    moved = isinstance(source, np.ndarray) and source.dtype == dtype
     if moved:
         source = as_bits(source)
     order = sorted(range(source.ndim), key=lambda axis: (-part.view.strides[axis], axis))
@@ -110,7 +131,8 @@ def _cut(piece: _Piece, low: int, high: int) -> Iterator[_Piece]:
             yield from _cut(piece.row(index), low, high)
 
 
-def _assign(target: np.ndarray, source: np.ndarray) -> None:
+def copy_tiled(target: np.ndarray, source: np.ndarray) -> None:
+    """`target[...] = source`, a transpose in tiles that stay in the first-level cache."""
     if source.ndim >= 2 and abs(source.strides[-1]) > abs(source.strides[-2]):
         for start in range(0, source.shape[-1], TILE):
             target[..., start : start + TILE] = source[..., start : start + TILE]
@@ -119,7 +141,7 @@ def _assign(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _is_packed(piece: _Piece) -> bool:
-    if not piece.moved:
+    if not piece.moved or not isinstance(piece.source, np.ndarray):
         return False
     expected = 1
     for length, stride in zip(reversed(piece.source.shape), reversed(piece.strides), strict=True):
@@ -146,7 +168,7 @@ def blocks(shape: Sequence[int], dtype: np.dtype, parts: Sequence[Part], name: s
     """
     total = prod(shape)
     pieces = sorted((p for p in (_piece(part, dtype) for part in parts) if p), key=lambda p: p.offset)
-    direct = all(piece.source.flags.c_contiguous for piece in pieces)
+    direct = all(isinstance(piece.source, np.ndarray) and piece.source.flags.c_contiguous for piece in pieces)
     slab = _slab(shape, dtype.itemsize, direct)
     scratch: np.ndarray | None = None
     waiting = 0
@@ -159,7 +181,7 @@ def blocks(shape: Sequence[int], dtype: np.dtype, parts: Sequence[Part], name: s
         inside = [cut for piece in active for cut in _cut(piece, low, high)]
         active = [piece for piece in active if piece.last > high]
         if len(inside) == 1 and inside[0].source.size == high - low and _is_packed(inside[0]):
-            yield inside[0].source.reshape(-1)
+            yield np.asarray(inside[0].source).reshape(-1)
             continue
         if scratch is None:
             scratch = np.empty(min(slab, total), dtype)
@@ -178,9 +200,17 @@ def _fill(block: np.ndarray, piece: _Piece, low: int, name: str) -> None:
         piece.source.shape,
         tuple(stride * target.itemsize for stride in piece.strides),
     )
+    source = piece.source
+    if not isinstance(source, np.ndarray | np.generic):
+        if source.dtype == place.dtype:
+            source.write(place)
+            return
+        made = np.empty(source.shape, source.dtype)
+        source.write(made)
+        source = made
     with np.errstate(over="ignore"):
-        _assign(place, piece.source)
-    if not piece.moved and place.dtype == np.float16 and (np.isinf(place) & np.isfinite(piece.source)).any():
+        copy_tiled(place, source)
+    if not piece.moved and place.dtype == np.float16 and (np.isinf(place) & np.isfinite(source)).any():
         raise ConversionError(f"{name}: holds values beyond float16's range; use bfloat16 or float32")
 
 

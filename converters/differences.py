@@ -11,10 +11,11 @@ import numpy as np
 
 from ..families.rules import Placement
 from .banks import Banks, is_bank_directory, open_banks
-from .copying import Part, gather
+from .copying import gather
 from .dtypes import NUMPY, as_bits, safetensors_dtype
-from .exporting import bank_layout, source_placements
+from .exporting import bank_layout, held_tensors
 from .layout import CARRIED
+from .parts import target_parts
 from .safetensors_files import MappedFile, TensorEntry
 from .source import Source, open_source
 
@@ -90,29 +91,25 @@ def source_tensors(source: Source) -> dict[str, NamedTensor]:
 
 def bank_tensors(banks: Banks) -> dict[str, NamedTensor]:
     """The checkpoint's tensors as banks hold them: what an export in the stored dtypes would write."""
-    places: dict[str, list[Placement]] = {}
-    for place in source_placements(banks):
-        places.setdefault(place.source, []).append(place)
-    leaves = bank_layout(banks, [place for group in places.values() for place in group])
+    held = held_tensors(banks)
+    leaves = bank_layout(banks, [place for item in held for place in item.places])
 
-    def part(place: Placement) -> Part:
+    def read(place: Placement) -> np.ndarray:
         leaf = leaves[place.leaf]
-        return Part(place.source_view, lambda: leaf.place(place.leaf_view).apply(banks.array(leaf.bank, leaf.key)))
+        return leaf.place(place.leaf_view).apply(banks.array(leaf.bank, leaf.key))
 
     tensors = {}
-    entries = [entry for header in banks.source_headers.values() for entry in header.entries.values()]
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        name = entry.name
-        if banks.has(CARRIED, name):
-            held = banks.open(CARRIED)
-            tensors[name] = NamedTensor(name, entry.dtype, entry.shape, lambda h=held, e=entry: _read(h, e))
+    for item in sorted(held, key=lambda item: item.name):
+        name, entry = item.name, item.entry
+        if item.carried:
+            file = banks.open(CARRIED)
+            tensors[name] = NamedTensor(name, entry.dtype, entry.shape, lambda f=file, e=entry: _read(f, e))
             continue
-        group = places.get(banks.manifest.aliases.get(name, name), [])
-        if not group and name not in banks.manifest.zeros:
+        if not item.places and name not in banks.manifest.zeros:
             continue
-        dtypes = [banks.array(leaves[place.leaf].bank, leaves[place.leaf].key).dtype for place in group]
+        dtypes = [banks.array(leaves[place.leaf].bank, leaves[place.leaf].key).dtype for place in item.places]
         dtype = np.result_type(*dtypes) if dtypes else NUMPY[entry.dtype]
-        parts = tuple(map(part, group))
+        parts = target_parts(item.places, dtype, read, name)
         tensors[name] = NamedTensor(
             name,
             safetensors_dtype(dtype),

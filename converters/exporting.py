@@ -16,10 +16,14 @@ from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
 from .banks import SOURCE, Banks
 from .closing import respell_statements
-from .configs import index_text, resized_index, text_config, with_dtype
+from .codecs import Logical, Stored
+from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
 from .copying import Part
-from .layout import CARRIED, Layout, Leaf, lay_out_leaves, split_leaf
+from .dtypes import numpy_dtype
+from .layout import CARRIED, Layout, Leaf, is_part, lay_out_leaves, split_leaf
+from .parts import expand, target_parts
 from .plan import DTYPES, stored_dtype
+from .quantisation import HF_QUANT, codec_of, read_hf_quant, record_of
 from .safetensors_files import (
     Header,
     TensorEntry,
@@ -29,7 +33,7 @@ from .safetensors_files import (
 )
 from .source import CONFIG, INDEX, SINGLE
 from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
-from .writing import FileJob, Progress, raw_parts, write_files
+from .writing import FileJob, Progress, raw_part, write_files
 
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The shard size of a layout that has to be made anew (transformers 5.24 `save_pretrained`)."""
@@ -117,7 +121,7 @@ def plan_export(
     if text_only and not wrapped:
         raise ConversionError(f"{banks.path}: is a text-only checkpoint already; export it without text_only")
     text_only = text_only or (banks.manifest.text_only and wrapped)
-    tensors = _tensors(banks)
+    tensors = held_tensors(banks)
     if text_only:
         tensors = _text_half(banks, tensors)
     _refuse_incomplete(banks, tensors)
@@ -137,9 +141,13 @@ def plan_export(
     config = banks.config_text
     if text_only:
         config = text_config(config, banks.family)
+    if banks.manifest.quantized == "decode":
+        config = without_records(config)
+    elif banks.manifest.quantized and text_only:
+        config = with_record(config, record_of(banks.config) or {}, banks.manifest.spelling)
     if chosen != "keep":
         config = with_dtype(config, chosen)
-    left = IMAGE_FILES if text_only else ()
+    left = (*(IMAGE_FILES if text_only else ()), *((HF_QUANT,) if banks.manifest.quantized == "decode" else ()))
     kept = all(header is banks.source_headers.get(shard) for shard, header in headers.items())
     whole = kept and len(headers) == len(banks.manifest.shards)
     return ExportPlan(
@@ -201,7 +209,7 @@ def run_export(
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class HeldTensor:
     """A tensor to be exported as `name`: its shard and entry in the source, and where its values are."""
 
     name: str
@@ -212,28 +220,73 @@ class _Tensor:
     matrix: bool
 
 
-def _tensors(banks: Banks) -> list[_Tensor]:
-    """Every tensor of the source's shards, in the order of its data."""
+def held_tensors(banks: Banks) -> list[HeldTensor]:
+    """Every tensor of the shards to be written, in the order of the source's data: the source's own, or under
+    `quantized="decode"` its logical ones, each where its codes were."""
     manifest = banks.manifest
+    logical = logical_tensors(banks)
+    decoded = manifest.quantized == "decode"
+    aliases = {
+        name: other
+        for alias, of in manifest.aliases.items()
+        for name, other in ([(alias, of)] if decoded else zip(logical[alias].parts, logical[of].parts, strict=True))
+    }
+    codes = {item.parts[0]: item for item in logical.values() if decoded and item.quantised}
+    gone = {name for item in logical.values() if decoded for name in (*item.parts[1:], *item.beside)}
     places: dict[str, list[Placement]] = {}
     for place in source_placements(banks):
         places.setdefault(place.source, []).append(place)
     tensors = []
     for shard, header in banks.source_headers.items():
         for entry in header.by_offset:
-            held = places.get(manifest.aliases.get(entry.name, entry.name), [])
-            matrix = any(len(place.leaf_view.base) >= 2 for place in held)
+            if entry.name in gone:
+                continue
+            if entry.name in codes:
+                spec = TensorSpec(codes[entry.name].name, codes[entry.name].dtype, codes[entry.name].shape)
+                entry = TensorEntry(spec.name, spec.dtype, spec.shape, 0, spec.nbytes)
+            held = places.get(aliases.get(entry.name, entry.name), [])
+            matrix = any(len(place.leaf_view.base) >= 2 and not is_part(place.leaf) for place in held)
             carried = entry.name in manifest.carried
             if held or carried or entry.name in manifest.zeros or not manifest.text_only:
-                tensors.append(_Tensor(entry.name, shard, entry, tuple(held), carried, matrix))
+                tensors.append(HeldTensor(entry.name, shard, entry, tuple(held), carried, matrix))
     return tensors
 
 
+def logical_tensors(banks: Banks) -> Mapping[str, Logical]:
+    """The source's logical tensors."""
+    stored = _stored(banks)
+    hf_quant = read_hf_quant(banks.path / SOURCE, banks.manifest.side_files)
+    return codec_of(banks.config, hf_quant, stored).group(stored).tensors
+
+
+def logical_placements(banks: Banks) -> list[Placement]:
+    """The family's rules at every index, in the source's names of logical tensors."""
+    return _placements(banks, logical_tensors(banks))
+
+
 def source_placements(banks: Banks) -> list[Placement]:
-    """The family's rules at every index, in the source's tensor names."""
+    """The rules as the banks hold them: on the source's stored tensors, or on logical ones that were decoded.
+
+    Raises FindingsError when the stored parts do not follow the rules.
+    """
+    logical = logical_tensors(banks)
+    places = _placements(banks, logical)
+    if banks.manifest.quantized != "keep":
+        return places
+    expansion = expand(places, logical, _stored(banks))
+    if expansion.findings:
+        raise FindingsError(str(banks.path), expansion.findings)
+    return list(expansion.placements)
+
+
+def _placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Placement]:
     statements = respell_statements(banks.family.weights(banks.manifest.fields), banks.manifest.spelling)
-    names = {name for header in banks.source_headers.values() for name in header.entries}
-    return placements(settle(statements, names)[0])
+    return placements(settle(statements, logical)[0])
+
+
+def _stored(banks: Banks) -> dict[str, Stored]:
+    entries = [entry for header in banks.source_headers.values() for entry in header.entries.values()]
+    return {entry.name: Stored(entry.name, entry.dtype, entry.shape) for entry in entries}
 
 
 def bank_layout(banks: Banks, places: Sequence[Placement]) -> dict[str, Leaf]:
@@ -249,7 +302,7 @@ def bank_layout(banks: Banks, places: Sequence[Placement]) -> dict[str, Leaf]:
     return leaves
 
 
-def _text_half(banks: Banks, tensors: Sequence[_Tensor]) -> list[_Tensor]:
+def _text_half(banks: Banks, tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
     wrapper = banks.family.wrapper
     beside = tuple(item.prefix for item in wrapper.carried) if wrapper is not None else ()
     spelling, plain = banks.manifest.spelling, Spelling()
@@ -262,11 +315,11 @@ def _text_half(banks: Banks, tensors: Sequence[_Tensor]) -> list[_Tensor]:
             if name.startswith(spelled):
                 name = written + name[len(spelled) :]
                 break
-        result.append(_Tensor(name, item.shard, item.entry, item.places, item.carried, item.matrix))
+        result.append(HeldTensor(name, item.shard, item.entry, item.places, item.carried, item.matrix))
     return result
 
 
-def _refuse_incomplete(banks: Banks, tensors: Sequence[_Tensor]) -> None:
+def _refuse_incomplete(banks: Banks, tensors: Sequence[HeldTensor]) -> None:
     findings = []
     leaves = bank_layout(banks, [place for item in tensors for place in item.places])
     again = "import the checkpoint again"
@@ -290,7 +343,7 @@ def _refuse_incomplete(banks: Banks, tensors: Sequence[_Tensor]) -> None:
         raise FindingsError(str(banks.path), findings)
 
 
-def _export_dtype(item: _Tensor, dtype: str) -> str:
+def _export_dtype(item: HeldTensor, dtype: str) -> str:
     return stored_dtype(item.entry.dtype, dtype, 2) if item.matrix and not item.carried else item.entry.dtype
 
 
@@ -306,7 +359,7 @@ def _shards(
             headers[shard] = own if same else lay_out_in_order(wanted, own.metadata)
         index = banks.index_text
         if index is not None and any(headers[shard] is not banks.source_headers[shard] for shard in headers):
-            index = resized_index(index, sum(header.data_bytes for header in headers.values()))
+            index = resized_index(index, headers)
         return headers, index
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -329,7 +382,7 @@ def _shards(
 
 def _parts(plan: ExportPlan) -> Callable[[TensorEntry], Sequence[Part]]:
     banks = plan.banks
-    tensors = {item.entry.name: item for item in _tensors(banks)}
+    tensors = {item.entry.name: item for item in held_tensors(banks)}
     leaves = bank_layout(banks, [place for item in tensors.values() for place in item.places])
 
     def read(place: Placement) -> np.ndarray:
@@ -339,9 +392,8 @@ def _parts(plan: ExportPlan) -> Callable[[TensorEntry], Sequence[Part]]:
     def parts(entry: TensorEntry) -> Sequence[Part]:
         item = tensors[plan.origins[entry.name]]
         if item.carried:
-            raw = {entry.name: lambda: banks.open(CARRIED).raw(item.entry.name)}
-            return raw_parts(raw)(entry)
-        return tuple(Part(place.source_view, lambda place=place: read(place)) for place in item.places)
+            return (raw_part(entry, lambda: banks.open(CARRIED).raw(item.entry.name)),)
+        return target_parts(item.places, numpy_dtype(entry.dtype), read, entry.name)
 
     return parts
 

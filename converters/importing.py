@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.rules import View
 from .banks import HEADERS, SOURCE, Banks, open_banks
-from .codecs import Logical
 from .copying import Part
+from .decoding import INT4
 from .dtypes import as_bits
+from .int4 import SHAPE
 from .layout import CARRIED, by_bank, file_name
 from .manifest import MANIFEST, Manifest
+from .parts import Coding, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import
 from .safetensors_files import MappedFile, TensorEntry, TensorSpec, lay_out
 from .source import CONFIG, INDEX, Source
 from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
-from .writing import FileJob, Progress, raw_parts, write_files
+from .writing import FileJob, Progress, raw_part, write_files
 
 PROVEN_GATE = 3
 """The gate a family must have passed for its checkpoints to be imported unasked: export is byte-exact."""
@@ -35,6 +38,7 @@ def import_checkpoint(
     dtype: str = "keep",
     bank_layers: int | None = None,
     text_only: bool = False,
+    quantized: str = "keep",
     overwrite: bool = False,
     gate_of: GateOf | None = None,
     unverified: bool = False,
@@ -46,7 +50,7 @@ def import_checkpoint(
     gate_of: how far a family is proven; when given, a family below G3 is refused unless `unverified`.
     Raises ConversionError, with nothing left at `out` that was not there.
     """
-    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only)
+    plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized)
     if gate_of is not None and not unverified:
         refuse_unproven(plan.family.name, gate_of(plan.family.name))
     return run_import(plan, out, overwrite=overwrite, progress=progress, threads=threads)
@@ -73,15 +77,19 @@ def run_import(
     """Writes the banks of `plan` at `out`, which exists whole afterwards or not at all.
 
     An existing `out` stays whole until the new one is complete, and is refused without `overwrite`. Raises
-    ConversionError, also when a source tensor's declared zero padding is not zero.
+    ConversionError, also when a source tensor's declared zero padding is not zero, or a packed one's shape is not
+    what is recorded beside it.
     """
     out = Path(out)
     refuse_output(out, overwrite, (plan.source.root,))
     refuse_without_room(out, plan.bank_bytes)
     maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
     _check_zeros(plan, maps)
+    _check_shapes(plan, maps)
     with staged(out) as stage:
-        checksums = write_files(stage, [*_bank_jobs(plan, maps), *_carried_job(plan, maps)], progress, threads)
+        checksums = write_files(
+            stage, [*_bank_jobs(plan, maps), *carried_job(fill_carried(plan, maps))], progress, threads
+        )
         copy_source(plan.source, stage)
         write_bytes(stage / MANIFEST, manifest_of(plan, checksums).to_bytes())
     return open_banks(out)
@@ -112,12 +120,22 @@ def manifest_of(
         inexact=(*plan.inexact, *changed),
         text_only=plan.text_only,
         codec=plan.codec.name,
+        quantized=plan.quantized,
+        coded=_coded(plan),
         files={name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()},
         aliases={alias.name: alias.of for alias in plan.aliases},
         carried={item.name: item.why for item in plan.carried},
         zeros=tuple(dict.fromkeys(name for name, _ in plan.zeros)),
         side_files=tuple(item.path for item in plan.source.side_files),
     )
+
+
+def _coded(plan: ImportPlan) -> dict[str, dict[str, Coding]]:
+    coded: dict[str, dict[str, Coding]] = {}
+    for path, coding in plan.codings.items():
+        leaf = plan.layout.leaves[path]
+        coded.setdefault(file_name(leaf.bank), {})[leaf.key] = coding if leaf.rows == 1 else coding.stack(leaf.rows)
+    return coded
 
 
 def _source_record(source: Source) -> dict[str, Any]:
@@ -149,27 +167,59 @@ def _parts_of(plan: ImportPlan, maps: Mapping[str, MappedFile], bank: str) -> Ca
 def planned_parts(
     plan: ImportPlan, maps: Mapping[str, MappedFile], copies: tuple[PlannedCopy, ...]
 ) -> tuple[Part, ...]:
-    """The parts of a stored tensor, read from the source's maps through its codec."""
+    """The parts of a stored tensor, read from the source's maps; quantised tensors of a decoding plan as values."""
+    read = stored_reader(plan, maps)
 
     def part(copy: PlannedCopy) -> Part:
-        tensor = plan.source.tensors[copy.source]
-        logical = Logical(copy.source, tensor.dtype, tensor.shape, (copy.source,))
+        tensor = plan.tensors.get(copy.source) if plan.quantized == "decode" else None
+        if tensor is not None and tensor.quantised:
+            decoded = decoded_part(copy.place, tensor, read)
+            return Part(copy.at.place(decoded.view), decoded.read)
+        return Part(copy.view, lambda: source_part(copy.place, read(copy.source)))
 
-        def stored(name: str) -> np.ndarray:
-            return maps[plan.source.tensors[name].file].view(name)
-
-        return Part(copy.view, lambda: plan.codec.decode(logical, copy.source_view, stored))
-
-    return tuple(part(copy) for copy in copies)
+    return tuple(map(part, copies))
 
 
-def _carried_job(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[FileJob]:
-    if not plan.carried:
-        return []
-    tensors = [plan.source.tensors[item.name] for item in plan.carried]
-    header = lay_out(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
-    raw = {tensor.name: (lambda t=tensor: maps[t.file].raw(t.name)) for tensor in tensors}
-    return [FileJob(file_name(CARRIED), header, raw_parts(raw))]
+def stored_reader(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> Callable[[str], np.ndarray]:
+    """What maps a stored tensor of the source by name."""
+    return lambda name: maps[plan.source.tensors[name].file].view(name)
+
+
+def fill_carried(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[tuple[TensorSpec, Part]]:
+    """Each carried tensor and what fills it: its bytes, or the values of a quantised one of a decoding plan."""
+    result = []
+    for item in plan.carried:
+        spec = TensorSpec(item.name, *plan.describe(item.name))
+        tensor = plan.tensors.get(item.name)
+        if plan.quantized == "decode" and tensor is not None and tensor.quantised:
+            read = stored_reader(plan, maps)
+            result.append((spec, Part(View.of(*spec.shape), lambda t=tensor, r=read: whole_tensor(t, r))))
+        else:
+            file = maps[plan.source.tensors[item.name].file]
+            result.append((spec, raw_part(spec, lambda f=file, n=item.name: f.raw(n))))
+    return result
+
+
+def carried_job(carried: Sequence[tuple[TensorSpec, Part]]) -> list[FileJob]:
+    """The file of the carried tensors, none when there are none."""
+    parts = {spec.name: (part,) for spec, part in carried}
+    header = lay_out(spec for spec, _ in carried)
+    return [FileJob(file_name(CARRIED), header, lambda entry: parts[entry.name])] if carried else []
+
+
+def _check_shapes(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:
+    """Raises FindingsError naming every packed tensor whose own record of its shape says another."""
+    findings = []
+    for name, tensor in plan.tensors.items():
+        for beside in tensor.beside if tensor.format == INT4 else ():
+            if not beside.endswith(SHAPE):
+                continue
+            said = maps[plan.source.tensors[beside].file].view(beside).tolist()
+            if said != list(tensor.shape):
+                fix = "the file is damaged or is another format's"
+                findings.append(Finding(f"tensor {beside}", f"{said}", f"{list(tensor.shape)}, as {name} is", fix))
+    if findings:
+        raise FindingsError(plan.source.label, findings)
 
 
 def _check_zeros(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:

@@ -13,9 +13,9 @@ from ..families.errors import ConversionError
 from ..families.family import Family
 from ..families.rules import Alias, Rule, View, leaf_shapes, settle
 from .closing import CarriedTensor, respell_statements
-from .codecs import Codec, Plain, codec_of
+from .codecs import Codec, Plain
 from .dtypes import FLOATS, nbytes
-from .plan import examine_names, find_family
+from .plan import carried_parts, examine_names, find_family, source_codec
 from .source import Source
 
 
@@ -156,27 +156,33 @@ def _runs(fields: DecoderFields) -> tuple[Run, ...]:
 
 def _tensors(source: Source, family: Family, fields: DecoderFields, problems: list[str]) -> dict[str, Any]:
     try:
-        codec: Codec = codec_of(source.config)
+        codec: Codec = source_codec(source)
     except ConversionError as error:
         problems.append(str(error))
         codec = Plain()
-    spelling, closing, *_, findings = examine_names(source, family, fields, codec)
+    spelling, closing, grouping, findings = examine_names(source, family, fields, codec)
     if source.has_weights:
         problems += [str(finding) for finding in findings]
-    settled, _ = settle(respell_statements(family.weights(fields), spelling), source.tensors)
+    settled, _ = settle(respell_statements(family.weights(fields), spelling), grouping.tensors)
     shapes = leaf_shapes(closing.placements)
-    held = {place.leaf: source.tensors.get(place.source) for place in closing.placements}
+    held = {place.leaf: grouping.tensors.get(place.source) for place in closing.placements}
+    coded = {part for tensor in held.values() if tensor is not None and tensor.quantised for part in tensor.parts}
     stated = FLOATS.get(str(family.canonical(source.config).text.get("dtype")), "F32")
-    dtypes = {leaf: stated if tensor is None else tensor.dtype for leaf, tensor in held.items()}
+    dtypes = {
+        leaf: stated if tensor is None else tensor.dtype
+        for leaf, tensor in held.items()
+        if tensor is None or not tensor.quantised
+    }
+    stored = sum(source.tensors[part].entry.nbytes for part in coded)
     claimed = {place.source for place in closing.placements} | {name for name, _ in closing.zeros}
     claimed |= {alias.name for alias in closing.aliases} | {item.name for item in closing.carried}
     return {
         "rules": tuple(_line(item) for item in settled if isinstance(item, Rule)),
         "aliases": closing.aliases,
-        "carried": closing.carried,
-        "unmapped": tuple(name for name in source.tensors if name not in claimed),
+        "carried": carried_parts(closing, grouping.tensors),
+        "unmapped": tuple(name for name in grouping.tensors if name not in claimed),
         "parameters": sum(map(prod, shapes.values())),
-        "parameter_bytes": sum(nbytes(dtypes[leaf], shape) or 0 for leaf, shape in shapes.items()),
+        "parameter_bytes": stored + sum(nbytes(dtype, shapes[leaf]) or 0 for leaf, dtype in dtypes.items()),
     }
 
 

@@ -7,6 +7,9 @@ such axis: its arrays are the layer's own. What is not in a layer is in `top.saf
 Where the source's dtype of one leaf differs between the layers of a run, nothing is cast: that leaf is stored a
 layer at a time, under `self_attn/q_norm/scale@3` for layer 3 (the absolute index), without a layer axis and in its
 own dtype.
+
+A leaf stored as codes has its scales beside it, under `<leaf>:scale` (and `<leaf>:scale@3`): both lie the same way,
+as one array a run or layer by layer.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from .dtypes import nbytes
 TOP = "top"
 CARRIED = "carried"
 SUFFIX = ".safetensors"
+MARK = ":"
+"""What stands between a leaf's path and the name of a part of it; no parameter's name holds one."""
 
 _LAYER = re.compile(r"layers_(0|[1-9]\d*)/(.+)")
 _ROW_KEY = re.compile(r"(.+)@(0|[1-9]\d*)")
@@ -86,6 +91,16 @@ def split_key(key: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (key, None)
 
 
+def part_leaf(leaf: str, role: str) -> str:
+    """The path a part of a leaf is stored under: the leaf's own for its codes, whose role is ""."""
+    return f"{leaf}{MARK}{role}" if role else leaf
+
+
+def is_part(path: str) -> bool:
+    """Whether a path or a key names scales, which are no parameter of their own."""
+    return MARK in path
+
+
 def stored_leaf(bank: str, key: str, layer: int | None = None) -> str:
     """The leaf path that `key` of `bank` holds for `layer`: the inverse of the layout."""
     below, own = split_key(key)
@@ -108,10 +123,14 @@ def lay_out_leaves(fields: DecoderFields, leaves: Mapping[str, tuple[str, tuple[
         placed[path] = Leaf(bank, key, row, count, shape)
         rows.setdefault((bank, key), []).append(path)
     tensors: list[StoredTensor] = []
+    uneven = {
+        (bank, key.partition(MARK)[0])
+        for (bank, key), paths in rows.items()
+        if len({leaves[path] for path in paths}) != 1 or len(paths) != placed[paths[0]].rows
+    }
     for (bank, key), paths in rows.items():
         leaf = placed[paths[0]]
-        kinds = {leaves[path] for path in paths}
-        if len(kinds) == 1 and len(paths) == leaf.rows:
+        if (bank, key.partition(MARK)[0]) not in uneven:
             tensors.append(StoredTensor(bank, key, leaves[paths[0]][0], leaf.stored_shape))
             continue
         for path in paths:

@@ -19,7 +19,7 @@ from .banks import is_bank_directory, open_banks
 from .copying import default_threads, gather
 from .dtypes import FLOATS, NUMPY
 from .importing import planned_parts
-from .layout import TOP, split_key
+from .leaves import parameter_path, read_banks
 from .plan import ImportPlan, plan_import
 from .source import open_source
 from .trees import flatten, nested
@@ -90,11 +90,11 @@ def read_parameters(
     offline: bool = False,
 ) -> tuple[DecoderFields, dict[str, np.ndarray]]:
     """(decoder fields, parameter path -> array) of banks or of a checkpoint, banked; arrays alias files where they
-    can. Imports no JAX."""
+    can. Codes are decoded to their logical dtype. Imports no JAX."""
     if is_bank_directory(Path(path).expanduser()):
         banks = open_banks(path)
-        return banks.manifest.fields, {_path(b, k): banks.array(b, k) for b, k in banks.stored()}
-    plan = plan_import(open_source(path, revision, token, cache_dir, offline))
+        return banks.manifest.fields, read_banks(banks)
+    plan = plan_import(open_source(path, revision, token, cache_dir, offline), quantized="decode")
     return plan.fields, assemble(plan)
 
 
@@ -108,21 +108,13 @@ def assemble(plan: ImportPlan, threads: int | None = None) -> dict[str, np.ndarr
         parts = planned_parts(plan, maps, plan.copies[key])
         if len(parts) == 1 and parts[0].view.whole:
             whole = parts[0].read()
-            if whole.dtype == NUMPY[tensor.dtype] and whole.flags.c_contiguous:
+            if isinstance(whole, np.ndarray) and whole.dtype == NUMPY[tensor.dtype] and whole.flags.c_contiguous:
                 return whole.reshape(tensor.shape)
         return gather(tensor.shape, NUMPY[tensor.dtype], parts, f"{bank}/{name}")
 
     stored = {(tensor.bank, tensor.key): tensor for tensor in plan.layout.tensors}
     with ThreadPoolExecutor(threads or default_threads()) as pool:
-        return {_path(*key): array for key, array in zip(stored, pool.map(one, stored), strict=True)}
-
-
-def _path(bank: str, key: str) -> str:
-    """The parameter path of a stored tensor: banks under the run's name, a leaf stored by layer under its layer's."""
-    below, layer = split_key(key)
-    if bank == TOP:
-        return key
-    return f"{bank}/{key}" if layer is None else f"layers_{layer}/{below}"
+        return {parameter_path(*key): array for key, array in zip(stored, pool.map(one, stored), strict=True)}
 
 
 def _by_layer(leaves: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

@@ -9,7 +9,10 @@ One JSON object:
     spelling            the tensor prefixes of the source
     dtype, inexact      the dtype asked for; why an export cannot be byte-exact, [] when it can
     text_only           only the text half of a wrapper was imported
-    codec               how logical tensors are stored ("plain")
+    codec               how the source stores logical tensors ("plain", "fp8", "int4")
+    quantized           of quantised weights: "keep" as codes and scales, or "decode"; null for a plain checkpoint
+    coded               bank file -> key -> how codes decode (`parts.Coding`): format, dtype and shape of the leaf,
+                        and how many of its elements, per axis, an element of codes and of scales stands for
     files               bank file -> key -> {"xxh3": checksum of the stored bytes}
     aliases             tensor -> the tensor it is an equal copy of
     carried             tensor -> why it is kept verbatim
@@ -28,6 +31,7 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError
 from ..families.family import Spelling
+from .parts import Coding
 
 MANIFEST = "dewconv.json"
 FORMAT = "dewconv banks"
@@ -47,6 +51,8 @@ class Manifest:
     inexact: tuple[str, ...]
     text_only: bool
     codec: str
+    quantized: str | None
+    coded: Mapping[str, Mapping[str, Coding]]
     files: Mapping[str, Mapping[str, Mapping[str, str]]]
     aliases: Mapping[str, str]
     carried: Mapping[str, str]
@@ -75,6 +81,10 @@ class Manifest:
             "inexact": list(self.inexact),
             "text_only": self.text_only,
             "codec": self.codec,
+            "quantized": self.quantized,
+            "coded": {
+                name: {key: item.to_json() for key, item in codings.items()} for name, codings in self.coded.items()
+            },
             "files": {name: dict(tensors) for name, tensors in self.files.items()},
             "aliases": dict(self.aliases),
             "carried": dict(self.carried),
@@ -125,6 +135,11 @@ def _from_json(value: Mapping[str, Any]) -> Manifest:
         inexact=tuple(value["inexact"]),
         text_only=bool(value["text_only"]),
         codec=str(value["codec"]),
+        quantized=value.get("quantized"),
+        coded={
+            name: {key: Coding.from_json(item) for key, item in codings.items()}
+            for name, codings in value.get("coded", {}).items()
+        },
         files={name: {key: dict(item) for key, item in keys.items()} for name, keys in value["files"].items()},
         aliases=dict(value["aliases"]),
         carried=dict(value["carried"]),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,11 @@ from ..families.family import Family, Spelling
 from ..families.registry import find
 from ..families.rules import Alias, Carried, Placement, View, leaf_shapes
 from .closing import CarriedTensor, Closing, choose_spelling, close, respell_statements
-from .codecs import Codec, Stored, codec_of
-from .dtypes import FLOATS, is_float
-from .layout import Layout, file_name, lay_out_leaves
+from .codecs import Codec, Grouping, Logical, Stored
+from .dtypes import FLOATS, is_float, nbytes
+from .layout import Layout, Leaf, file_name, is_part, lay_out_leaves
+from .parts import Coding, expand
+from .quantisation import MODES, codec_of, read_hf_quant
 from .safetensors_files import MappedFile
 from .source import Source
 
@@ -33,25 +35,34 @@ COMPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """One copy: `view` of the stored bank tensor is `source_view` of the source's tensor."""
+    """One copy: what `place` takes of its source goes where its leaf is stored, `at`.
 
-    source: str
-    source_view: View
-    leaf: str
-    bank: str
-    key: str
-    view: View
+    The source is a stored tensor, or under `quantized="decode"` a logical one.
+    """
+
+    place: Placement
+    at: Leaf
+
+    @property
+    def source(self) -> str:
+        return self.place.source
+
+    @property
+    def view(self) -> View:
+        """Of the stored bank tensor."""
+        return self.at.place(self.place.leaf_view)
 
 
 @dataclass(frozen=True)
 class ImportPlan:
     """Everything an import will do.
 
-    fields: the decoder's, after aliases. placements: rules in the source's names. layout: the banks. copies: by
-    (bank, key). carried: kept verbatim. aliases: dropped as equal copies of another tensor. zeros: source regions
-    that must be zero. dtype: "keep" or what matrices are cast to. inexact: why an export cannot be byte-exact,
-    empty when it can. left: tensors that a text-only import leaves behind. warnings: for the user's attention;
-    notices: for the record.
+    fields: the decoder's, after aliases. tensors: the source's logical tensors. placements: rules on them, in the
+    source's names. quantized: "keep" or "decode", None when no tensor is quantised. codings: leaf -> how its codes
+    decode. layout: the banks. copies: by (bank, key). carried: kept for export, stored tensors, or logical ones when
+    decoding. aliases: dropped as equal copies of another tensor. zeros: source regions that must be zero. dtype:
+    "keep" or what matrices are cast to. inexact: why an export cannot be byte-exact, empty when it can. left: tensors
+    that a text-only import leaves behind. warnings: for the user's attention; notices: for the record.
     """
 
     source: Source
@@ -60,7 +71,10 @@ class ImportPlan:
     fields: DecoderFields
     spelling: Spelling
     codec: Codec = field(repr=False)
+    tensors: Mapping[str, Logical] = field(repr=False)
     placements: tuple[Placement, ...] = field(repr=False)
+    quantized: str | None
+    codings: Mapping[str, Coding] = field(repr=False)
     layout: Layout = field(repr=False)
     copies: Mapping[tuple[str, str], tuple[PlannedCopy, ...]] = field(repr=False)
     carried: tuple[CarriedTensor, ...]
@@ -80,7 +94,13 @@ class ImportPlan:
 
     @property
     def carried_bytes(self) -> int:
-        return sum(self.source.tensors[item.name].entry.nbytes for item in self.carried)
+        return sum(nbytes(dtype, shape) or 0 for dtype, shape in map(self.describe, (c.name for c in self.carried)))
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype, shape) of a stored tensor, or of a logical one."""
+        if self.quantized == "decode" and name in self.tensors:
+            return self.tensors[name].dtype, self.tensors[name].shape
+        return self.source.tensors[name].dtype, self.source.tensors[name].shape
 
     def run(self, out: str | Path, **options: Any) -> Banks:
         """Carries the plan out: `importing.run_import`."""
@@ -96,6 +116,8 @@ class ImportPlan:
             "model_type": self.model_type,
             "decoder": self.fields.to_json(),
             "dtype": self.dtype,
+            "codec": self.codec.name,
+            "quantized": self.quantized,
             "exact": not self.inexact,
             "inexact": list(self.inexact),
             "bytes": self.bank_bytes,
@@ -108,10 +130,10 @@ class ImportPlan:
                         "from": [
                             {
                                 "tensor": copy.source,
-                                "dtype": self.source.tensors[copy.source].dtype,
-                                "offset": copy.source_view.offset,
-                                "strides": list(copy.source_view.strides),
-                                "shape": list(copy.source_view.shape),
+                                "dtype": self.describe(copy.source)[0],
+                                "offset": copy.place.source_view.offset,
+                                "strides": list(copy.place.source_view.strides),
+                                "shape": list(copy.place.source_view.shape),
                                 "at": copy.view.offset,
                             }
                             for copy in self.copies[bank, tensor.key]
@@ -146,18 +168,21 @@ def plan_import(
     dtype: str = "keep",
     bank_layers: int | None = None,
     text_only: bool = False,
+    quantized: str = "keep",
 ) -> ImportPlan:
     """The plan that turns `source` into banks.
 
-    dtype: "keep", or the float dtype that matrices (two axes or more) are cast to; vectors, integers and carried
-    tensors keep theirs. bank_layers: the most layers of one bank. text_only: leave what is beside the decoder of a
-    wrapper behind.
+    dtype: "keep", or the float dtype that matrices (two axes or more) are cast to; vectors, integers, codes, scales
+    and carried tensors keep theirs. bank_layers: the most layers of one bank. text_only: leave what is beside the
+    decoder of a wrapper behind. quantized: "keep" codes and scales, or "decode" them, carried ones too.
 
     Raises FindingsError with everything that does not fit (config keys, tensor names, shapes, dtypes) at once, and
     ConversionError for what ends the reading earlier.
     """
     if dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if quantized not in MODES:
+        raise ConversionError(f"quantized {quantized!r} is not one of {', '.join(MODES)}")
     if bank_layers is not None and bank_layers < 1:
         raise ConversionError(f"bank_layers is {bank_layers}; a bank holds at least one layer")
     if not source.has_weights:
@@ -166,55 +191,80 @@ def plan_import(
             "load them with transformers where that is safe and save_pretrained() them"
         )
     family, model_type = find_family(source)
-    codec = codec_of(source.config)
+    codec = source_codec(source)
     reading = family.examine(source.config)
     if reading.findings:
         # The tensors are looked at as well when the config says enough for it, so that all is told at once.
         raise FindingsError(source.label, [*reading.findings, *_tensor_findings(source, family, reading.values)])
     fields = DecoderFields(**reading.values).replace(bank_layers=bank_layers)
-    spelling, closing = close_source(source, family, fields, codec, text_only)
+    spelling, closing, grouping = close_source(source, family, fields, codec, text_only)
     warnings = []
     for alias in closing.aliases:
-        if not _same_bytes(source, alias):
+        if not _same_bytes(source, grouping.tensors[alias.name], grouping.tensors[alias.of]):
             fields = fields.replace(**alias.otherwise)
             warnings.append(
                 f"{alias.name} differs from {alias.of}, although {alias.why}: it is kept as a parameter of its own"
             )
     if warnings:
-        spelling, closing = close_source(source, family, fields, codec, text_only)
+        spelling, closing, grouping = close_source(source, family, fields, codec, text_only)
+    notices = (*reading.notices, *grouping.notices)
     return _assemble(
-        source, family, model_type, fields, spelling, codec, closing, dtype, text_only, warnings, reading.notices
+        source,
+        family,
+        model_type,
+        fields,
+        spelling,
+        codec,
+        grouping,
+        closing,
+        dtype,
+        text_only,
+        quantized,
+        warnings,
+        notices,
     )
+
+
+def source_codec(source: Source) -> Codec:
+    """The codec of a source. Raises ConversionError when its method is not built, naming some of its tensors."""
+    hf_quant = read_hf_quant(source.root, [item.path for item in source.side_files])
+    return codec_of(source.config, hf_quant, stored_tensors(source))
+
+
+def stored_tensors(source: Source) -> dict[str, Stored]:
+    """The source's tensors as its headers state them."""
+    return {name: Stored(name, item.dtype, item.shape) for name, item in source.tensors.items()}
 
 
 def close_source(
     source: Source, family: Family, fields: DecoderFields, codec: Codec, text_only: bool = False
-) -> tuple[Spelling, Closing]:
-    """The source's spelling and its names closed. Raises FindingsError with everything that does not close."""
-    spelling, closing, findings = examine_names(source, family, fields, codec, text_only)
+) -> tuple[Spelling, Closing, Grouping]:
+    """The source's spelling, its names closed, and its logical tensors. Raises FindingsError with everything that does
+    not close."""
+    spelling, closing, grouping, findings = examine_names(source, family, fields, codec, text_only)
     if findings:
         raise FindingsError(source.label, findings)
-    return spelling, closing
+    return spelling, closing, grouping
 
 
 def examine_names(
     source: Source, family: Family, fields: DecoderFields, codec: Codec, text_only: bool = False
-) -> tuple[Spelling, Closing, list[Finding]]:
-    """The source's spelling, what the family's statements make of its tensors, and everything that does not close."""
+) -> tuple[Spelling, Closing, Grouping, list[Finding]]:
+    """The source's spelling, what the family's statements make of its tensors, those as logical ones, and everything
+    that does not close."""
     statements = [*family.weights(fields), *family.carried(family.canonical(source.config).text)]
-    stored = {name: Stored(name, item.dtype, item.shape) for name, item in source.tensors.items()}
-    tensors = codec.logical(stored)
-    spelling, findings = choose_spelling(family, statements, tensors)
-    closing = close(respell_statements(statements, spelling), _beside(source, family), tensors)
-    findings = [*findings, *closing.findings]
+    grouping = codec.group(stored_tensors(source))
+    spelling, findings = choose_spelling(family, statements, grouping.tensors)
+    closing = close(respell_statements(statements, spelling), _beside(source, family), grouping.tensors)
+    findings = [*grouping.findings, *findings, *closing.findings]
     if not text_only:
         findings += _broken_promises(source, family)
-    return spelling, closing, findings
+    return spelling, closing, grouping, findings
 
 
 def _tensor_findings(source: Source, family: Family, values: Mapping[str, Any]) -> list[Finding]:
     try:
-        close_source(source, family, DecoderFields(**values), codec_of(source.config))
+        close_source(source, family, DecoderFields(**values), source_codec(source))
     except FindingsError as error:
         return list(error.findings)
     except Exception:  # The fields of a config with findings may describe no decoder at all.
@@ -246,19 +296,26 @@ def _broken_promises(source: Source, family: Family) -> list[Finding]:
     ]
 
 
-def _same_bytes(source: Source, alias: Alias) -> bool:
-    one, other = source.tensors[alias.name], source.tensors[alias.of]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
+def _same_bytes(source: Source, one: Logical, other: Logical) -> bool:
     files: dict[str, MappedFile] = {}
-    for tensor in (one, other):
+
+    def raw(name: str) -> np.ndarray:
+        tensor = source.tensors[name]
         if tensor.file not in files:
             files[tensor.file] = source.open_shard(tensor.file)
-    left, right = (files[tensor.file].raw(tensor.name) for tensor in (one, other))
-    return all(
-        np.array_equal(left[start : start + COMPARE_BYTES], right[start : start + COMPARE_BYTES])
-        for start in range(0, left.size, COMPARE_BYTES)
-    )
+        return files[tensor.file].raw(name)
+
+    if len(one.parts) != len(other.parts):
+        return False
+    for pair in zip(one.parts, other.parts, strict=True):
+        left, right = (source.tensors[name] for name in pair)
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        a, b = map(raw, pair)
+        starts = range(0, a.size, COMPARE_BYTES)
+        if not all(np.array_equal(a[at : at + COMPARE_BYTES], b[at : at + COMPARE_BYTES]) for at in starts):
+            return False
+    return True
 
 
 def stored_dtype(source_dtype: str, dtype: str, axes: int) -> str:
@@ -273,32 +330,46 @@ def _assemble(
     fields: DecoderFields,
     spelling: Spelling,
     codec: Codec,
+    grouping: Grouping,
     closing: Closing,
     dtype: str,
     text_only: bool,
+    quantized: str,
     warnings: Iterable[str],
     notices: Iterable[str],
 ) -> ImportPlan:
-    source_dtypes: dict[str, str] = {}
-    for place in closing.placements:
-        source_dtypes.setdefault(place.leaf, source.tensors[place.source].dtype)
+    tensors = grouping.tensors
+    coded = any(tensor.quantised for tensor in tensors.values())
+    placements, codings = closing.placements, {}
+    if coded:
+        _refuse_coded_zeros(source, closing, tensors)
+    if coded and quantized == "keep":
+        expansion = expand(closing.placements, tensors, stored_tensors(source))
+        if expansion.findings:
+            raise FindingsError(source.label, expansion.findings)
+        placements, codings = expansion.placements, expansion.codings
+    held: dict[str, str] = {}
+    for place in placements:
+        tensor = tensors.get(place.source) if quantized == "decode" else None
+        held.setdefault(place.leaf, source.tensors[place.source].dtype if tensor is None else tensor.dtype)
     leaves = {
-        leaf: (stored_dtype(source_dtypes[leaf], dtype, len(shape)), shape)
-        for leaf, shape in leaf_shapes(closing.placements).items()
+        leaf: (held[leaf] if is_part(leaf) else stored_dtype(held[leaf], dtype, len(shape)), shape)
+        for leaf, shape in leaf_shapes(placements).items()
     }
     layout = lay_out_leaves(fields, leaves)
     copies: dict[tuple[str, str], list[PlannedCopy]] = {}
-    for place in closing.placements:
+    for place in placements:
         leaf = layout.leaves[place.leaf]
-        copies.setdefault((leaf.bank, leaf.key), []).append(
-            PlannedCopy(place.source, place.source_view, place.leaf, leaf.bank, leaf.key, leaf.place(place.leaf_view))
-        )
-    left = tuple(item.name for item in closing.carried if item.wrapper) if text_only else ()
-    carried = tuple(item for item in closing.carried if item.name not in left)
+        copies.setdefault((leaf.bank, leaf.key), []).append(PlannedCopy(place, leaf))
+    carried = closing.carried if coded and quantized == "decode" else carried_parts(closing, tensors)
+    left = tuple(item.name for item in carried if item.wrapper) if text_only else ()
+    carried = tuple(item for item in carried if item.name not in left)
     inexact = []
-    cast = [leaf for leaf, (stored, _) in leaves.items() if stored != source_dtypes[leaf]]
+    cast = [leaf for leaf, (stored, _) in leaves.items() if stored != held[leaf]]
     if cast:
         inexact.append(f"{len(cast)} matrices were cast to {dtype}")
+    if coded and quantized == "decode":
+        inexact.append(f"{codec.name} weights were decoded")
     if text_only and is_wrapped(source):
         inexact.append("only the text half of the wrapper was imported")
     differing = [leaf.key for leaf in layout.leaves.values() if "@" in leaf.key]
@@ -313,7 +384,10 @@ def _assemble(
         fields=fields,
         spelling=spelling,
         codec=codec,
+        tensors=tensors,
         placements=closing.placements,
+        quantized=quantized if coded else None,
+        codings=codings,
         layout=layout,
         copies={key: tuple(value) for key, value in copies.items()},
         carried=carried,
@@ -326,3 +400,25 @@ def _assemble(
         warnings=tuple(warnings),
         notices=tuple(told),
     )
+
+
+def carried_parts(closing: Closing, tensors: Mapping[str, Logical]) -> tuple[CarriedTensor, ...]:
+    """What is carried, as stored tensors: carried tensors' parts, and what lies beside any tensor."""
+    carried = []
+    kept = {item.name: item for item in closing.carried}
+    for name, tensor in tensors.items():
+        if name in kept:
+            carried += [replace(kept[name], name=part) for part in (*tensor.parts, *tensor.beside)]
+        else:
+            carried += [CarriedTensor(part, f"beside {name}: no weight depends on it", False) for part in tensor.beside]
+    return tuple(carried)
+
+
+def _refuse_coded_zeros(source: Source, closing: Closing, tensors: Mapping[str, Logical]) -> None:
+    findings = [
+        Finding(f"tensor {name}", "padding in quantised weights", "padding in plain ones", "not supported")
+        for name in dict.fromkeys(name for name, _ in closing.zeros)
+        if tensors[name].quantised
+    ]
+    if findings:
+        raise FindingsError(source.label, findings)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..dew_core.fields import DecoderFields
 from ..families.errors import Finding, FindingsError
 from ..families.rules import View, leaf_shapes
 from .banks import HEADERS, SOURCE, Banks, is_bank_directory, open_banks
+from .codecs import Logical
 from .copying import Part
 from .dtypes import safetensors_dtype
-from .exporting import source_placements
-from .importing import copy_source, manifest_of
+from .exporting import logical_placements, logical_tensors
+from .importing import carried_job, copy_source, fill_carried, manifest_of
 from .layout import CARRIED, Layout, by_bank, file_name, lay_out_leaves
 from .manifest import MANIFEST, Manifest
+from .parts import whole_tensor
 from .plan import ImportPlan, plan_import
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
 from .source import CONFIG, INDEX, Source, open_source
 from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
 from .trees import LeafArray, layer_leaves
-from .writing import FileJob, Progress, raw_parts, write_files
+from .writing import FileJob, Progress, raw_part, write_files
 
 CHANGED = "the weights were saved from a model"
 RUNTIME = (
@@ -52,7 +52,7 @@ class _Like:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     root: Path
     copy_beside: Callable[[Path], None]
-    carried: Sequence[tuple[TensorEntry, Callable[[], np.ndarray]]] = field(repr=False)
+    carried: Sequence[tuple[TensorSpec, Part]] = field(repr=False)
 
 
 def save(
@@ -94,7 +94,7 @@ def save(
     refuse_output(out, overwrite, (source.root,))
     refuse_without_room(out, sum(tensor.nbytes for tensor in layout.tensors))
     with staged(out) as stage:
-        checksums = write_files(stage, [*_bank_jobs(layout, leaves), *_carried_job(source)], progress, threads)
+        checksums = write_files(stage, [*_bank_jobs(layout, leaves), *carried_job(source.carried)], progress, threads)
         source.copy_beside(stage)
         manifest = _manifest(source.manifest, decoder, checksums)
         write_bytes(stage / MANIFEST, manifest.to_bytes())
@@ -105,10 +105,10 @@ def _like(like: str | Path | Banks | Source) -> _Like:
     if isinstance(like, Banks):
         return _like_banks(like)
     if isinstance(like, Source):
-        return _like_plan(plan_import(like))
+        return _like_plan(plan_import(like, quantized="decode"))
     if is_bank_directory(Path(like).expanduser()):
         return _like_banks(open_banks(like))
-    return _like_plan(plan_import(open_source(like)))
+    return _like_plan(plan_import(open_source(like), quantized="decode"))
 
 
 def _like_banks(banks: Banks) -> _Like:
@@ -121,26 +121,39 @@ def _like_banks(banks: Banks) -> _Like:
         for name in names:
             copy_file(banks.path / name, stage / name)
 
-    header = banks.headers.get(file_name(CARRIED))
-    carried = [
-        (entry, lambda name=entry.name: banks.open(CARRIED).raw(name))
-        for entry in (header.entries.values() if header is not None else ())
-    ]
-    return _Like(manifest, leaf_shapes(source_placements(banks)), banks.path, copy_beside, carried)
+    logical = logical_tensors(banks)
+    carried = _decoded(manifest.carried, logical) if manifest.quantized == "keep" else manifest.carried
+    parts = [_carried_part(banks, name, logical) for name in carried]
+    shapes = leaf_shapes(logical_placements(banks))
+    return _Like(replace(manifest, carried=carried), shapes, banks.path, copy_beside, parts)
+
+
+def _decoded(carried: Mapping[str, str], logical: Mapping[str, Logical]) -> dict[str, str]:
+    """What is carried of a checkpoint whose quantised tensors are decoded."""
+    return {name: carried[tensor.parts[0]] for name, tensor in logical.items() if tensor.parts[0] in carried}
+
+
+def _carried_part(banks: Banks, name: str, logical: Mapping[str, Logical]) -> tuple[TensorSpec, Part]:
+    held = banks.headers[file_name(CARRIED)].entries
+    if name in held:
+        tensor = logical.get(name)
+        if banks.manifest.quantized != "keep" or tensor is None or not tensor.quantised:
+            spec = TensorSpec(name, held[name].dtype, held[name].shape)
+            return spec, raw_part(spec, lambda: banks.open(CARRIED).raw(name))
+    tensor = logical[name]
+    spec = TensorSpec(name, tensor.dtype, tensor.shape)
+    return spec, Part(View.of(*spec.shape), lambda: whole_tensor(tensor, lambda part: banks.array(CARRIED, part)))
 
 
 def _like_plan(plan: ImportPlan) -> _Like:
     source = plan.source
-    carried = []
-    for item in plan.carried:
-        tensor = source.tensors[item.name]
-        carried.append((tensor.entry, lambda t=tensor: source.open_shard(t.file).raw(t.name)))
+    maps = {name: source.open_shard(name) for name in source.headers}
     return _Like(
         manifest_of(plan, {}),
         leaf_shapes(plan.placements),
         source.root,
         lambda stage: copy_source(source, stage),
-        carried,
+        fill_carried(plan, maps),
     )
 
 
@@ -212,16 +225,11 @@ def _bank_jobs(layout: Layout, leaves: Mapping[str, LeafArray]) -> list[FileJob]
     ]
 
 
-def _carried_job(source: _Like) -> list[FileJob]:
-    if not source.carried:
-        return []
-    header = lay_out(TensorSpec(entry.name, entry.dtype, entry.shape) for entry, _ in source.carried)
-    return [FileJob(file_name(CARRIED), header, raw_parts({entry.name: read for entry, read in source.carried}))]
-
-
 def _manifest(like: Manifest, decoder: DecoderFields, checksums: Mapping[str, Mapping[str, str]]) -> Manifest:
     values = {f.name: getattr(like, f.name) for f in fields(Manifest)}
     values["fields"] = decoder
+    values["quantized"] = None if like.quantized is None else "decode"
+    values["coded"] = {}
     values["inexact"] = tuple(dict.fromkeys((*like.inexact, CHANGED)))
     values["files"] = {
         name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()

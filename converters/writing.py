@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
@@ -13,7 +13,7 @@ import xxhash
 from ..families.rules import View
 from .copying import Part, blocks, run_parallel
 from .dtypes import PACKED_BITS, numpy_dtype
-from .safetensors_files import FileWriter, Header, TensorEntry
+from .safetensors_files import FileWriter, Header, TensorEntry, TensorSpec
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(file, bytes done, bytes in all) while copying, by one thread at a time."""
@@ -97,14 +97,9 @@ def _blocks(entry: TensorEntry, parts: Sequence[Part]) -> Iterator[np.ndarray]:
     return blocks(entry.shape, numpy_dtype(entry.dtype), parts, entry.name)
 
 
-def raw_parts(raw: Mapping[str, Callable[[], np.ndarray]]) -> Callable[[TensorEntry], Sequence[Part]]:
-    """Parts that copy whole tensors byte for byte: name -> what reads its bytes, uint8 [nbytes]."""
-
-    def parts(entry: TensorEntry) -> Sequence[Part]:
-        read = raw[entry.name]
-        if entry.dtype in PACKED_BITS:
-            return (Part(View.of(entry.nbytes), read),)
-        dtype = numpy_dtype(entry.dtype)
-        return (Part(View.of(*entry.shape), lambda: read().view(dtype).reshape(entry.shape)),)
-
-    return parts
+def raw_part(spec: TensorSpec | TensorEntry, read: Callable[[], np.ndarray]) -> Part:
+    """A part that copies a whole tensor byte for byte; `read` gives its bytes, uint8 [nbytes]."""
+    if spec.dtype in PACKED_BITS:
+        return Part(View.of(spec.nbytes), read)
+    dtype = numpy_dtype(spec.dtype)
+    return Part(View.of(*spec.shape), lambda: read().view(dtype).reshape(spec.shape))

@@ -135,7 +135,7 @@ def build_candidate(
     own = [*statements, *plan.family.carried(plan.family.canonical(config).text)]
     wrapper = plan.family.wrapper
     beside = wrapper.carried if wrapper is not None and "text_config" in config else ()
-    closing = close(respell_statements(own, plan.spelling), beside, plan.codec.logical(stored))
+    closing = close(respell_statements(own, plan.spelling), beside, plan.codec.group(stored).tensors)
     if closing.findings:
         raise FindingsError(plan.source.label, closing.findings)
     differences = tuple(leaf_differences(fields, leaf_shapes(closing.placements)))

@@ -1,0 +1,238 @@
+"""Decoding codes: block-scaled arrays that are looked at like arrays and decoded a region at a time.
+
+A format says what a code and a scale make:
+
+    fp8     codes F8_E4M3 (OCP 8-bit floating point 1.0: S EEEE MMM, bias 7, NaN at S.1111.111, no infinities);
+            value = float32(code) * float32(scale)
+    int4    codes I32 of eight 4-bit integers, the lowest bits first, each stored plus 8
+            (compressed-tensors 0.20 `pack-quantized`); value = (code - 8) * float32(scale)
+
+The product is rounded once to the logical dtype, to nearest even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+
+from .copying import copy_tiled
+from .dtypes import as_bits
+
+FP8, INT4 = "fp8", "int4"
+NIBBLES = 8
+"""4-bit codes in a word."""
+INT4_ZERO = 8
+"""What is added to a 4-bit integer to store it."""
+PANEL = 1 << 17
+"""Elements decoded at a time: their indices stay in a second-level cache."""
+
+_FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """An array whose elements stand for blocks: `spans[a]` indices of a larger array along axis a, which begins
+    `starts[a]` indices into the first block."""
+
+    array: np.ndarray
+    spans: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, array: np.ndarray, spans: Sequence[int]) -> Blocked:
+        return cls(array, tuple(spans), (0,) * len(spans))
+
+    def take(self, axis: int, start: int, stop: int) -> Blocked:
+        """Indices [start, stop) of `axis`."""
+        span, begin = self.spans[axis], self.starts[axis] + start
+        first, last = begin // span, -(-(self.starts[axis] + stop) // span)
+        index = (*(slice(None),) * axis, slice(first, last))
+        starts = (*self.starts[:axis], begin - first * span, *self.starts[axis + 1 :])
+        return Blocked(self.array[index], self.spans, starts)
+
+    def at(self, axis: int, index: int) -> Blocked:
+        """One index of `axis`, without that axis."""
+        array = self.array[(*(slice(None),) * axis, (self.starts[axis] + index) // self.spans[axis])]
+        return Blocked(array, _without(self.spans, axis), _without(self.starts, axis))
+
+    def transpose(self, order: Sequence[int]) -> Blocked:
+        spans, starts = (tuple(values[axis] for axis in order) for values in (self.spans, self.starts))
+        return Blocked(self.array.transpose(order), spans, starts)
+
+    def lead(self) -> Blocked:
+        """With a new first axis of one."""
+        return Blocked(self.array[None], (1, *self.spans), (0, *self.starts))
+
+
+@dataclass(frozen=True)
+class Coded:
+    """An array of `shape` and `dtype` in the form of codes and scales: a `copying.Lazy`. Looking at a part of it
+    costs nothing; `write` decodes."""
+
+    format: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    codes: Blocked
+    scales: Blocked
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, item: int | slice) -> Coded:
+        """An index or a slice of the first axis."""
+        if isinstance(item, slice):
+            start, stop, _ = item.indices(self.shape[0])
+            shape = (max(stop - start, 0), *self.shape[1:])
+            return replace(
+                self, shape=shape, codes=self.codes.take(0, start, stop), scales=self.scales.take(0, start, stop)
+            )
+        return replace(self, shape=self.shape[1:], codes=self.codes.at(0, item), scales=self.scales.at(0, item))
+
+    def squeeze(self, axes: Sequence[int]) -> Coded:
+        """Without `axes`, whose length is one."""
+        result = self
+        for axis in sorted(axes, reverse=True):
+            result = replace(
+                result,
+                shape=_without(result.shape, axis),
+                codes=result.codes.at(axis, 0),
+                scales=result.scales.at(axis, 0),
+            )
+        return result
+
+    def transpose(self, order: Sequence[int]) -> Coded:
+        shape = tuple(self.shape[axis] for axis in order)
+        return replace(self, shape=shape, codes=self.codes.transpose(order), scales=self.scales.transpose(order))
+
+    def write(self, out: np.ndarray) -> None:
+        """Decodes into `out`, of this shape and dtype."""
+        if self.size == 0:
+            return
+        if self.ndim < 2:
+            whole = replace(self, shape=(1, *self.shape), codes=self.codes.lead(), scales=self.scales.lead())
+            whole.write(out[None])
+        elif self.ndim > 2:
+            for index in range(self.shape[0]):
+                self[index].write(out[index])
+        elif self.format == INT4:
+            _write_int4(self.codes, self.scales, out)
+        else:
+            _write_fp8(self.codes, self.scales, out)
+
+
+def _write_fp8(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
+    bits = as_bits(codes.array)
+    (row_span, column_span), (row_start, column_start) = scales.spans, scales.starts
+    grid = scales.array.astype(np.float32)
+    rows, columns = out.shape
+    for block, (top, bottom) in _blocks(rows, row_span, row_start):
+        height = min(bottom - top, max(PANEL // columns, 32))
+        width = max(PANEL // height, 1)
+        if column_span < columns and width > column_span:
+            width -= width % column_span
+        for left in range(0, columns, width):
+            right = min(left + width, columns)
+            first = (column_start + left) // column_span
+            last = (column_start + right - 1) // column_span + 1
+            factors = grid[block, first:last]
+            begin = column_start + left - first * column_span
+            panel = out[top:bottom, left:right]
+            source = bits[top:bottom, left:right]
+            if 256 * (last - first) <= panel.size // 4:
+                _look_up(source, factors, column_span, begin, height, panel)
+            else:
+                _multiply(source, factors, column_span, begin, height, panel)
+
+
+def _look_up(bits: np.ndarray, factors: np.ndarray, span: int, start: int, height: int, out: np.ndarray) -> None:
+    """By a table of 256 values for each block of columns."""
+    with np.errstate(all="ignore"):
+        tables = (_FP8_VALUES * factors[:, None]).astype(out.dtype)
+    entries = as_bits(tables).reshape(-1)
+    rows, columns = out.shape
+    blocks = 256 * ((start + np.arange(columns)) // span)
+    index = np.empty((min(height, rows), columns), np.intp)
+    for top in range(0, rows, height):
+        panel = bits[top : top + height]
+        here = index[: len(panel)]
+        copy_tiled(here, panel)
+        if len(factors) > 1:
+            here += blocks
+        np.take(entries, here, out=as_bits(out[top : top + height]), mode="clip")
+
+
+def _multiply(bits: np.ndarray, factors: np.ndarray, span: int, start: int, height: int, out: np.ndarray) -> None:
+    """Value by value, where blocks are too narrow for tables of their own."""
+    rows, columns = out.shape
+    scale = factors[(start + np.arange(columns)) // span]
+    for top in range(0, rows, height):
+        panel = bits[top : top + height]
+        index = np.empty(panel.shape, np.intp)
+        copy_tiled(index, panel)
+        values = np.take(_FP8_VALUES, index, mode="clip")
+        with np.errstate(all="ignore"):
+            values *= scale
+            out[top : top + height] = values
+
+
+def _write_int4(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
+    if codes.spans[0] != NIBBLES:
+        turned = np.empty(out.shape[::-1], out.dtype)
+        _write_int4(codes.transpose((1, 0)), scales.transpose((1, 0)), turned)
+        copy_tiled(as_bits(out), as_bits(turned).T)
+        return
+    columns = out.shape[1]
+    width = max(PANEL // codes.array.shape[0], 64)
+    for left in range(0, columns, width):
+        right = min(left + width, columns)
+        _unpack(codes.take(1, left, right), scales.take(1, left, right), out[:, left:right])
+
+
+def _unpack(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
+    """Words along the rows: row r is nibble (start + r) % 8 of its word. A word's eight codes share a scale."""
+    start = codes.starts[0]
+    rows, columns = out.shape
+    words = np.empty(codes.array.shape, codes.array.dtype)
+    copy_tiled(words, codes.array)
+    begin = scales.starts[0] - start
+    grid = scales.array.astype(np.float32)
+    if scales.spans[1] > 1:
+        grid = grid[:, (scales.starts[1] + np.arange(columns)) // scales.spans[1]]
+    factors = grid[(begin + NIBBLES * np.arange(len(words))) // scales.spans[0]]
+    nibbles = np.empty_like(words)
+    values = np.empty(words.shape, np.float32)
+    for nibble in range(NIBBLES):
+        first = (nibble - start) % NIBBLES
+        if first >= rows:
+            continue
+        count = len(range(first, rows, NIBBLES))
+        word = (start + first) // NIBBLES
+        here, decoded = nibbles[:count], values[:count]
+        np.right_shift(words[word : word + count], 4 * nibble, out=here)
+        here &= 15
+        np.subtract(here, INT4_ZERO, out=decoded, dtype=np.float32, casting="unsafe")
+        with np.errstate(all="ignore"):
+            decoded *= factors[word : word + count]
+            out[first::NIBBLES] = decoded
+
+
+def _blocks(length: int, span: int, start: int) -> list[tuple[int, tuple[int, int]]]:
+    """(block, (first, last)) of the indices [0, length), `start` indices into the first block."""
+    count = -(-(start + length) // span)
+    return [(block, (max(block * span - start, 0), min((block + 1) * span - start, length))) for block in range(count)]
+
+
+def _without(values: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*values[:axis], *values[axis + 1 :])
