@@ -123,9 +123,7 @@ def stream(
     logits = None
     for start in range(0, prompt.shape[1], width):
         block = slice(start, start + width)
-        cache, logits = _prefill(
-            model, variables, cache, prompt[:, block], mask[:, block], positions[:, block]
-        )
+        cache, logits = _prefill(model, variables, cache, prompt[:, block], mask[:, block], positions[:, block])
     state = _first(sampling, cache, logits, positions[:, -1] + 1, room)
 
     sent = 0
@@ -160,9 +158,7 @@ def decoding_variables(
                 rows = {name: jax.tree.map(partial(_decoding_leaf, row=None, dtype=dtype), subtree)}
             else:
                 rows = {
-                    group_name(layer, 1): jax.tree.map(
-                        partial(_decoding_leaf, row=row, dtype=dtype), subtree
-                    )
+                    group_name(layer, 1): jax.tree.map(partial(_decoding_leaf, row=row, dtype=dtype), subtree)
                     for row, layer in enumerate(layers)
                 }
             for key, value in rows.items():
