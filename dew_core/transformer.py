@@ -12,6 +12,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 
 from . import layers as plans
 from .attention import AttentionMetadata, CausalSelfAttention
@@ -150,6 +151,12 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = False
     bank_layers: int | None = None
     remat: Any = None
+
+    def __post_init__(self) -> None:
+        # jax.jit takes a decoder as a static argument by its hash, which a dict has not.
+        if isinstance(self.kinds, dict):
+            object.__setattr__(self, "kinds", FrozenDict(self.kinds))
+        super().__post_init__()
 
     # What the fields resolve to.
 
