@@ -328,7 +328,8 @@ def test_placeholder_ids_read_token_zero():
     variables = drawn(decoder())
     model = decoder(embedding_zero_ids=(7, 9))
     np.testing.assert_array_equal(
-        run(model, variables, np.array([[7, 5, 9, 0]], np.int32)), run(decoder(), variables, np.array([[0, 5, 0, 0]], np.int32))
+        run(model, variables, np.array([[7, 5, 9, 0]], np.int32)),
+        run(decoder(), variables, np.array([[0, 5, 0, 0]], np.int32)),
     )
 
 
