@@ -29,6 +29,9 @@ INT4_ZERO = 8
 """What is added to a 4-bit integer to store it."""
 PANEL = 1 << 17
 """Elements decoded at a time: their indices stay in a second-level cache."""
+MIN_ROWS = 32
+"""Rows of a panel where there are as many: what is done once a panel is then little of it. A transpose takes four
+times as many, so that it uses the cache lines it reads."""
 
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -134,57 +137,103 @@ class Coded:
 
 def _write_fp8(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
     bits = as_bits(codes.array)
-    (row_span, column_span), (row_start, column_start) = scales.spans, scales.starts
+    span, start = scales.spans[1], scales.starts[1]
     grid = scales.array.astype(np.float32)
     rows, columns = out.shape
-    for block, (top, bottom) in _blocks(rows, row_span, row_start):
-        height = min(bottom - top, max(PANEL // columns, 32))
+    scratch = _Scratch(out.size)
+    least = 4 * MIN_ROWS if abs(bits.strides[1]) > abs(bits.strides[0]) else MIN_ROWS
+    for above, (top, bottom) in _bands(rows, scales.spans[0], scales.starts[0]):
+        height = min(bottom - top, max(PANEL // columns, least))
         width = max(PANEL // height, 1)
-        if column_span < columns and width > column_span:
-            width -= width % column_span
+        if span < columns and width > span:
+            width -= width % span
         for left in range(0, columns, width):
             right = min(left + width, columns)
-            first = (column_start + left) // column_span
-            last = (column_start + right - 1) // column_span + 1
-            factors = grid[block, first:last]
-            begin = column_start + left - first * column_span
-            panel = out[top:bottom, left:right]
-            source = bits[top:bottom, left:right]
-            if 256 * (last - first) <= panel.size // 4:
-                _look_up(source, factors, column_span, begin, height, panel)
+            first, last = (start + left) // span, (start + right - 1) // span + 1
+            blocks = (start + np.arange(left, right)) // span - first
+            area = bits[top:bottom, left:right], out[top:bottom, left:right]
+            # A table of 256 values a block pays where blocks are large.
+            if len(above) == 1 and last - first <= 256 and 1024 * (last - first) <= area[0].size:
+                _look_up(*area, grid[above[0], first:last], blocks, height, scratch)
             else:
-                _multiply(source, factors, column_span, begin, height, panel)
+                factors = grid[:, first:last] if last - first == 1 else grid[:, first:last][:, blocks]
+                _multiply(
+                    *area, factors, (scales.starts[0] + np.arange(top, bottom)) // scales.spans[0], height, scratch
+                )
 
 
-def _look_up(bits: np.ndarray, factors: np.ndarray, span: int, start: int, height: int, out: np.ndarray) -> None:
-    """By a table of 256 values for each block of columns."""
+def _bands(rows: int, span: int, start: int) -> list[tuple[range, tuple[int, int]]]:
+    """Rows to decode together: those of one row of blocks, or of several thin ones. (rows of blocks, rows)."""
+    together = max(MIN_ROWS // span, 1)
+    blocks = -(-(start + rows) // span)
+    return [
+        (
+            range(first, min(first + together, blocks)),
+            (max(first * span - start, 0), min((first + together) * span - start, rows)),
+        )
+        for first in range(0, blocks, together)
+    ]
+
+
+def _look_up(
+    bits: np.ndarray, out: np.ndarray, factors: np.ndarray, blocks: np.ndarray, height: int, scratch: _Scratch
+) -> None:
+    """By a table of 256 values for each block of columns: `blocks` says which one a column is in."""
     with np.errstate(all="ignore"):
-        tables = (_FP8_VALUES * factors[:, None]).astype(out.dtype)
-    entries = as_bits(tables).reshape(-1)
-    rows, columns = out.shape
-    blocks = 256 * ((start + np.arange(columns)) // span)
-    index = np.empty((min(height, rows), columns), np.intp)
-    for top in range(0, rows, height):
-        panel = bits[top : top + height]
-        here = index[: len(panel)]
-        copy_tiled(here, panel)
-        if len(factors) > 1:
-            here += blocks
-        np.take(entries, here, out=as_bits(out[top : top + height]), mode="clip")
+        tables = as_bits((_FP8_VALUES * factors[:, None]).astype(out.dtype)).reshape(-1)
+    offsets = (256 * blocks).astype(np.uint16)
+    for row in range(0, len(out), height):
+        codes = scratch.contiguous(bits[row : row + height])
+        index = scratch.index(codes if len(factors) == 1 else scratch.add(codes, offsets))
+        np.take(tables, index, out=as_bits(out[row : row + height]), mode="clip")
 
 
-def _multiply(bits: np.ndarray, factors: np.ndarray, span: int, start: int, height: int, out: np.ndarray) -> None:
-    """Value by value, where blocks are too narrow for tables of their own."""
-    rows, columns = out.shape
-    scale = factors[(start + np.arange(columns)) // span]
-    for top in range(0, rows, height):
-        panel = bits[top : top + height]
-        index = np.empty(panel.shape, np.intp)
-        copy_tiled(index, panel)
-        values = np.take(_FP8_VALUES, index, mode="clip")
+def _multiply(
+    bits: np.ndarray, out: np.ndarray, factors: np.ndarray, above: np.ndarray, height: int, scratch: _Scratch
+) -> None:
+    """Value by value: `factors` has a column for each of the block's, or one for all; `above` says which row a row is
+    in."""
+    for row in range(0, len(out), height):
+        codes = scratch.contiguous(bits[row : row + height])
+        values = scratch.values(codes.shape)
+        np.take(_FP8_VALUES, scratch.index(codes), out=values, mode="clip")
+        here = above[row : row + height]
         with np.errstate(all="ignore"):
-            values *= scale
-            out[top : top + height] = values
+            values *= factors[here[0]] if here[0] == here[-1] else factors[here]
+            out[row : row + height] = values
+
+
+class _Scratch:
+    """Memory of one panel, used again for each."""
+
+    def __init__(self, most: int) -> None:
+        self._size = min(most, 2 * PANEL)
+        self._held: dict[str, np.ndarray] = {}
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        size = int(np.prod(shape))
+        if name not in self._held or self._held[name].size < size:
+            self._held[name] = np.empty(max(size, self._size), dtype)
+        return self._held[name][:size].reshape(shape)
+
+    def contiguous(self, codes: np.ndarray) -> np.ndarray:
+        if codes.shape[-1] <= 1 or codes.strides[-1] == 1:
+            return codes
+        copy = self._take("codes", codes.shape, np.uint8)
+        copy_tiled(copy, codes)
+        return copy
+
+    def add(self, codes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        return np.add(codes, offsets, out=self._take("sums", codes.shape, np.uint16))
+
+    def index(self, codes: np.ndarray) -> np.ndarray:
+        """`codes` as numpy's own index type, which `np.take` would otherwise make anew."""
+        index = self._take("index", codes.shape, np.intp)
+        index[...] = codes
+        return index
+
+    def values(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self._take("values", shape, np.float32)
 
 
 def _write_int4(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
@@ -226,12 +275,6 @@ def _unpack(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             decoded *= factors[word : word + count]
             out[first::NIBBLES] = decoded
-
-
-def _blocks(length: int, span: int, start: int) -> list[tuple[int, tuple[int, int]]]:
-    """(block, (first, last)) of the indices [0, length), `start` indices into the first block."""
-    count = -(-(start + length) // span)
-    return [(block, (max(block * span - start, 0), min((block + 1) * span - start, length))) for block in range(count)]
 
 
 def _without(values: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from ..dew_core.layers import group_layers
 from ..families.errors import ConversionError
 from ..families.rules import View
 from .banks import Banks
-from .copying import Part, default_threads, gather
+from .copying import Part, aligned_empty, default_threads, gather
 from .decoding import Coded
 from .layout import TOP, file_name, is_part, part_leaf, split_key
 
@@ -71,7 +71,9 @@ def read_banks(banks: Banks, threads: int | None = None) -> dict[str, np.ndarray
             return held
         if isinstance(held, _Stack):
             return held.gather(path)
-        return gather(held.shape, held.dtype, [Part(View.of(*held.shape), lambda: held)], path)
+        decoded = aligned_empty(held.shape, held.dtype)
+        held.write(decoded)
+        return decoded
 
     with ThreadPoolExecutor(threads or default_threads()) as pool:
         return dict(zip(found, pool.map(array, found.items()), strict=True))
