@@ -19,7 +19,7 @@ from functools import cached_property
 import ml_dtypes
 import numpy as np
 
-from .copying import copy_tiled
+from .copying import MAX_PANEL_ROWS, copy_tiled
 from .dtypes import as_bits
 
 FP8, INT4 = "fp8", "int4"
@@ -30,8 +30,7 @@ INT4_ZERO = 8
 PANEL = 1 << 17
 """Elements decoded at a time: their indices stay in a second-level cache."""
 MIN_ROWS = 32
-"""Rows of a panel where there are as many: what is done once a panel is then little of it. A transpose takes four
-times as many, so that it uses the cache lines it reads."""
+"""Rows of a panel where there are as many: what is done once a panel is then little of it."""
 
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -141,9 +140,13 @@ def _write_fp8(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
     grid = scales.array.astype(np.float32)
     rows, columns = out.shape
     scratch = _Scratch(out.size)
-    least = 4 * MIN_ROWS if abs(bits.strides[1]) > abs(bits.strides[0]) else MIN_ROWS
+    if columns > 1 and bits.strides[1] != 1:
+        turned = np.empty(out.shape, np.uint8)
+        for top in range(0, rows, MAX_PANEL_ROWS):
+            copy_tiled(turned[top : top + MAX_PANEL_ROWS], bits[top : top + MAX_PANEL_ROWS])
+        bits = turned
     for above, (top, bottom) in _bands(rows, scales.spans[0], scales.starts[0]):
-        height = min(bottom - top, max(PANEL // columns, least))
+        height = min(bottom - top, max(PANEL // columns, MIN_ROWS))
         width = max(PANEL // height, 1)
         if span < columns and width > span:
             width -= width % span
@@ -154,12 +157,11 @@ def _write_fp8(codes: Blocked, scales: Blocked, out: np.ndarray) -> None:
             area = bits[top:bottom, left:right], out[top:bottom, left:right]
             # A table of 256 values a block pays where blocks are large.
             if len(above) == 1 and last - first <= 256 and 1024 * (last - first) <= area[0].size:
-                _look_up(*area, grid[above[0], first:last], blocks, height, scratch)
+                _look_up(*area, grid[above.start, first:last], blocks, height, scratch)
             else:
-                factors = grid[:, first:last] if last - first == 1 else grid[:, first:last][:, blocks]
-                _multiply(
-                    *area, factors, (scales.starts[0] + np.arange(top, bottom)) // scales.spans[0], height, scratch
-                )
+                factors = grid[above.start : above.stop, first:last]
+                into = (scales.starts[0] + np.arange(top, bottom)) // scales.spans[0] - above.start
+                _multiply(*area, factors if last - first == 1 else factors[:, blocks], into, height, scratch)
 
 
 def _bands(rows: int, span: int, start: int) -> list[tuple[range, tuple[int, int]]]:
@@ -183,7 +185,7 @@ def _look_up(
         tables = as_bits((_FP8_VALUES * factors[:, None]).astype(out.dtype)).reshape(-1)
     offsets = (256 * blocks).astype(np.uint16)
     for row in range(0, len(out), height):
-        codes = scratch.contiguous(bits[row : row + height])
+        codes = bits[row : row + height]
         index = scratch.index(codes if len(factors) == 1 else scratch.add(codes, offsets))
         np.take(tables, index, out=as_bits(out[row : row + height]), mode="clip")
 
@@ -194,7 +196,7 @@ def _multiply(
     """Value by value: `factors` has a column for each of the block's, or one for all; `above` says which row a row is
     in."""
     for row in range(0, len(out), height):
-        codes = scratch.contiguous(bits[row : row + height])
+        codes = bits[row : row + height]
         values = scratch.values(codes.shape)
         np.take(_FP8_VALUES, scratch.index(codes), out=values, mode="clip")
         here = above[row : row + height]
@@ -215,13 +217,6 @@ class _Scratch:
         if name not in self._held or self._held[name].size < size:
             self._held[name] = np.empty(max(size, self._size), dtype)
         return self._held[name][:size].reshape(shape)
-
-    def contiguous(self, codes: np.ndarray) -> np.ndarray:
-        if codes.shape[-1] <= 1 or codes.strides[-1] == 1:
-            return codes
-        copy = self._take("codes", codes.shape, np.uint8)
-        copy_tiled(copy, codes)
-        return copy
 
     def add(self, codes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         return np.add(codes, offsets, out=self._take("sums", codes.shape, np.uint16))

@@ -65,7 +65,7 @@ class BlockPlacement:
     """A rule as it holds of a part: `source_view` of the source's grid is `leaf_view` of the leaf's.
 
     repeat: how often, per axis, the stored part's elements are repeated (and cut to the source grid's shape) to make
-    that grid; all 1 where no rule cuts a block. spans: logical elements an index of each of the views' axes spans.
+    that grid; () where no rule cuts a block. spans: logical elements an index of each of the views' axes spans.
     """
 
     source_view: View
@@ -176,10 +176,11 @@ def place_part(shared: Shared, grain: Grain, wanted: Grain, source_grain: Grain)
             (shared.leaf_start, wanted, leaf_steps),
         )
     )
+    repeat = tuple(size // seen for size, seen in zip(grain, source_grain, strict=True))
     return BlockPlacement(
         View(source_grid, tuple(shape), tuple(source_strides), next(starts)),
         View(leaf_grid, tuple(shape), tuple(leaf_strides), next(starts)),
-        tuple(size // seen for size, seen in zip(grain, source_grain, strict=True)),
+        () if set(repeat) == {1} else repeat,
         tuple(spans),
     )
 

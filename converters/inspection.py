@@ -15,7 +15,8 @@ from ..families.rules import Alias, Rule, View, leaf_shapes, settle
 from .closing import CarriedTensor, respell_statements
 from .codecs import Codec, Plain
 from .dtypes import FLOATS, nbytes
-from .plan import carried_parts, examine_names, find_family, source_codec
+from .parts import expand
+from .plan import carried_parts, examine_names, find_family, source_codec, stored_tensors
 from .source import Source
 
 
@@ -162,7 +163,8 @@ def _tensors(source: Source, family: Family, fields: DecoderFields, problems: li
         codec = Plain()
     spelling, closing, grouping, findings = examine_names(source, family, fields, codec)
     if source.has_weights:
-        problems += [str(finding) for finding in findings]
+        kept = [] if findings else expand(closing.placements, grouping.tensors, stored_tensors(source)).findings
+        problems += [str(finding) for finding in (*findings, *kept)]
     settled, _ = settle(respell_statements(family.weights(fields), spelling), grouping.tensors)
     shapes = leaf_shapes(closing.placements)
     held = {place.leaf: grouping.tensors.get(place.source) for place in closing.placements}

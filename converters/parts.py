@@ -125,10 +125,9 @@ def expand(placements: Sequence[Placement], tensors: Mapping[str, Logical], stor
                 result.append(Placement(name, place.source_view, leaf, place.leaf_view))
                 continue
             part = place_part(shared, grain, here, seen[place.source, index])
-            repeat = part.repeat if set(part.repeat) != {1} else ()
-            if repeat and not role:
+            if part.repeat and not role:
                 findings.append(_cut(place, f"inside its words of {list(grain)} codes"))
-            result.append(PartPlacement(name, part.source_view, leaf, part.leaf_view, repeat))
+            result.append(PartPlacement(name, part.source_view, leaf, part.leaf_view, part.repeat))
         codings[place.leaf] = Coding(tensor.format, tensor.dtype, place.leaf_view.base, tuple(grains))
     return Expansion(tuple(result), codings, tuple(dict.fromkeys(findings)))
 
@@ -225,7 +224,7 @@ def _own_grains(shared: Shared, tensor: Logical) -> list[BlockPlacement] | None:
     for index, grain in enumerate(tensor.grains):
         wanted = leaf_grain(shared, grain)
         part = place_part(shared, grain, wanted, seen_grain(shared, grain, wanted))
-        if index == 0 and set(part.repeat) != {1}:
+        if index == 0 and part.repeat:
             return None
         placed.append(part)
     return placed
