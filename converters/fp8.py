@@ -67,13 +67,13 @@ class Fp8:
                 claimed |= {scale.name for scale in scales}
             elif item.dtype == CODES:
                 claimed |= {scale.name for scale in scales}
-                logical = self._join(item, scales, findings)
-                if logical is not None:
-                    quantised[name] = logical
+                quantised[name] = self._join(item, scales, findings)
         findings += _orphans(stored, claimed)
         return assemble_groups(stored, quantised, findings, self._notices(stored, quantised))
 
-    def _join(self, item: Stored, scales: Sequence[Stored], findings: list[Finding]) -> Logical | None:
+    def _join(self, item: Stored, scales: Sequence[Stored], findings: list[Finding]) -> Logical:
+        """The logical tensor; without its scale, which is then a finding, when that does not fit."""
+        alone = Logical(item.name, VALUE, item.shape, (item.name, *(scale.name for scale in scales)), FP8)
         where = f"tensor {item.name}"
         if len(scales) != 1:
             found = " and ".join(scale.name for scale in scales) or "no scale"
@@ -85,12 +85,12 @@ class Fp8:
                     "codes mean nothing without their scale; the checkpoint is incomplete or is another format's",
                 )
             )
-            return None
+            return alone
         scale = scales[0]
         if scale.dtype not in SCALES:
             fix = "the file is damaged or is another format's"
             findings.append(Finding(f"tensor {scale.name}", f"dtype {scale.dtype}", " or ".join(SCALES), fix))
-            return None
+            return alone
         fitting = self._grains(item.shape)
         for grain in fitting:
             wanted = grid(item.shape, grain)
@@ -99,7 +99,7 @@ class Fp8:
         needed = " or ".join(str(list(grid(item.shape, grain))) for grain in fitting) or "a weight of two axes or more"
         fix = "the weight, its scale and quantization_config disagree"
         findings.append(Finding(f"tensor {scale.name}", f"shape {list(scale.shape)}", f"shape {needed}", fix))
-        return None
+        return alone
 
     def _grains(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         if len(shape) < 2 or not prod(shape):

@@ -34,9 +34,7 @@ class Int4:
         findings: list[Finding] = []
         for name, item in stored.items():
             if name.endswith(f".weight{PACKED}"):
-                logical = self._join(name.removesuffix(PACKED), item, stored, findings)
-                if logical is not None:
-                    quantised[name] = logical
+                quantised[name] = self._join(name.removesuffix(PACKED), item, stored, findings)
             for end in (SCALE, SHAPE):
                 weight = name.removesuffix(end)
                 if name.endswith(f".weight{end}") and f"{weight}{PACKED}" not in stored:
@@ -53,16 +51,14 @@ class Int4:
             notices.append("config.json asks for packed int4 weights, and none is stored so: all are read as stored")
         return assemble_groups(stored, quantised, findings, notices)
 
-    def _join(
-        self, weight: str, codes: Stored, stored: Mapping[str, Stored], findings: list[Finding]
-    ) -> Logical | None:
-        before = len(findings)
+    def _join(self, weight: str, codes: Stored, stored: Mapping[str, Stored], findings: list[Finding]) -> Logical:
+        """The logical tensor; what does not fit is a finding, and the tensor then cannot be decoded."""
         scale, shape = stored.get(f"{weight}{SCALE}"), stored.get(f"{weight}{SHAPE}")
         where = f"tensor {codes.name}"
         damaged = "the file is damaged or is another format's"
         if codes.dtype != "I32" or len(codes.shape) != 2:
             findings.append(Finding(where, f"{codes.dtype} {list(codes.shape)}", "I32 of two axes", damaged))
-            return None
+            return Logical(weight, "BF16", codes.shape, (codes.name,), INT4)
         for end, what in _ASYMMETRIC.items():
             if f"{weight}{end}" in stored:
                 findings.append(
@@ -75,14 +71,12 @@ class Int4:
             findings.append(
                 Finding(where, "no scale", f"{weight}{SCALE} {list(wanted)}", "codes mean nothing without their scale")
             )
-            return None
+            return Logical(weight, "BF16", (rows, columns), (codes.name,), INT4)
         if scale.dtype not in SCALES or scale.shape != wanted:
             needed = f"{' or '.join(SCALES)} {list(wanted)}"
             findings.append(Finding(f"tensor {scale.name}", f"{scale.dtype} {list(scale.shape)}", needed, damaged))
         if shape is not None and (shape.dtype not in ("I32", "I64") or shape.shape != (2,)):
             findings.append(Finding(f"tensor {shape.name}", f"{shape.dtype} {list(shape.shape)}", "I32 [2]", damaged))
-        if len(findings) > before:
-            return None
         return Logical(
             weight,
             "F16" if scale.dtype == "F16" else "BF16",

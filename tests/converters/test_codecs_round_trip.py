@@ -505,6 +505,8 @@ def test_everything_that_does_not_close_is_told_at_once(tiny, tmp_path):
         f"tensor {name}: found shape [4, 2], needed shape [2, 4]",
     ):
         assert needed in text, text
+    # The norm's scale is told twice: it has no codes, and no rule reads it.
+    assert len(caught.value.findings) == 5
     del config["surprising_key"]
     (source / "config.json").write_text(json.dumps(config))
     inspection = inspect_source(open_source(source))
