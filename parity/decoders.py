@@ -24,9 +24,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import group_layers, group_name, layer_plan
+from ..dew_core.router import ROUTER
 from ..dew_core.stack import INTERMEDIATES, layer_output, layer_outputs
 from ..dew_core.transformer import CausalTransformer
-from .references import Forward
+from .fixtures import CORRECTION
+from .references import Forward, Routed
 
 PRECISION = "highest"
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -51,13 +53,13 @@ def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool)
     def run(variables: Any, tokens: jax.Array, positions: Any, mask: Any, segments: Any) -> Any:
         call = {"positions": positions, "attention_mask": mask, "segment_ids": segments} if padded else {}
         if not streams:
-            return model.apply(variables, tokens, **call), ()
+            return model.apply(variables, tokens, **call), (), {}
         logits, sown = model.apply(
-            variables, tokens, **call, capture_intermediates=layer_outputs, mutable=[INTERMEDIATES]
+            variables, tokens, **call, capture_intermediates=layer_outputs, mutable=[INTERMEDIATES, ROUTER]
         )
         entering = model.apply(variables, tokens, method=_scaled)
         outputs = (layer_output(sown[INTERMEDIATES], index) for index in range(model.num_layers))
-        return logits, (entering, *outputs)
+        return logits, (entering, *outputs), sown.get(ROUTER, {})
 
     return jax.jit(run, compiler_options=QUICK if quick else None)
 
@@ -127,8 +129,15 @@ class JaxDecoder:
             own = np.zeros(ids.shape, np.int32) if segments is None else segments
             extra = (np.asarray(positions, np.int32), real, np.asarray(own, np.int32))
         with jax.default_matmul_precision(PRECISION):
-            logits, seen = _forward(self.model, streams, padded, self.quick)(self.variables, ids, *extra)
-        return Forward(_float32(logits), tuple(map(_float32, seen)))
+            logits, seen, router = _forward(self.model, streams, padded, self.quick)(self.variables, ids, *extra)
+        sown = layer_leaves(self.fields, router)
+        chosen = {
+            layer: Routed(sown[path])
+            for layer in range(self.fields.num_layers)
+            for path in sown
+            if path.startswith(f"layers_{layer}/") and path.endswith("/experts")
+        }
+        return Forward(_float32(logits), tuple(map(_float32, seen)), chosen)
 
     def cached(self, tokens: np.ndarray, prefill: int = 1, room: int = 0) -> np.ndarray:
         """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
@@ -197,9 +206,12 @@ def from_leaves(
     scan: bool = True,
     quick: bool = False,
 ) -> JaxDecoder:
-    """A decoder from per-layer leaves, cast to `dtype` as transformers' from_pretrained casts every weight, with
-    its runs banked when `scan`."""
-    kept = {path: np.asarray(leaf).astype(jnp.dtype(dtype)) for path, leaf in leaves.items()}
+    """A decoder from per-layer leaves, cast to `dtype` as transformers' from_pretrained casts every weight but a
+    router's correction bias, with its runs banked when `scan`."""
+    kept = {
+        path: np.asarray(leaf).astype(jnp.dtype("float32" if path.endswith(CORRECTION) else dtype))
+        for path, leaf in leaves.items()
+    }
     if scan:
         for first, count in layer_plan(fields).groups:
             rows = [f"layers_{index}/" for index in range(first, first + count)]

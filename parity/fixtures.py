@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from ..families.errors import ConversionError
 from ..families.family import Family, Variant
+from .torch_experts import FUSED, unfused
 
 HUB_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "model.": (),
@@ -35,6 +36,11 @@ HUB_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
 The originals of Gemma 3 4b to 27b are `language_model.model.…`; transformers 4.52 to 4.57 saved
 `model.language_model.…`. Both have a `vision_model.` level that 5.24 dropped from its modules.
 """
+
+ROUTER = "mlp.gate.weight"
+CORRECTION = "e_score_correction_bias"
+CORRECTION_BIAS = (0.0, 0.3)
+"""Mean and spread of a router's correction biases, where the variant states none. Scores lie in 0-1."""
 
 GENERATION = {"do_sample": True, "eos_token_id": [1, 106], "top_k": 64, "top_p": 0.95}
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
@@ -81,6 +87,10 @@ def draw(name: str, parameter: torch.Tensor, initial: float | None, generator: n
         values = generator.normal(0.0, 0.6, shape)
     elif name.startswith("lm_head"):
         values = generator.normal(0.0, 3.0 * shape[1] ** -0.5, shape)
+    elif name.endswith(ROUTER):
+        values = generator.normal(0.0, 1.5 * shape[1] ** -0.5, shape)
+    elif FUSED.match(name):
+        values = generator.normal(0.0, shape[-1] ** -0.5, shape)
     else:
         values = generator.normal(0.0, float(np.prod(shape[1:])) ** -0.5, shape)
     return values.astype(np.float32)
@@ -108,6 +118,14 @@ def draw_weights(variant: Variant, family: Family, seed: int = 0) -> dict[str, t
         values["lm_head.weight"] = values[table]
     elif variant.head == "different":
         values["lm_head.weight"] = generator.normal(0.0, 3.0 * head_shape[1] ** -0.5, head_shape).astype(np.float32)
+    mean, spread = variant.correction_bias or CORRECTION_BIAS
+    for name, buffer in module.named_buffers():
+        if name.endswith(CORRECTION):
+            drawn = generator.permutation(np.linspace(mean - spread / 2, mean + spread / 2, len(buffer)))
+            values[name] = drawn.astype(np.float32)
+    values |= draw_depths(variant, values, generator)
+    if variant.form != "fused":
+        values = {hub: part for name, array in values.items() for hub, part in unfused(name, array)}
     for name, array in values.items():
         for pattern, replacement in respelled:
             name = re.sub(pattern, replacement, name)
@@ -116,12 +134,34 @@ def draw_weights(variant: Variant, family: Family, seed: int = 0) -> dict[str, t
     return tensors
 
 
+def draw_depths(
+    variant: Variant, values: Mapping[str, np.ndarray], generator: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """The prediction-depth layers past the last one, in the form the other layers are drawn in: a sparse layer, two
+    norms and the projection of both streams, and a head's norm. The first has its own embedding and head beside them, as GLM-4.5 has; the
+    others share the model's, as GLM-4.6 does."""
+    count = variant.config.get("num_hidden_layers", 0)
+    found: dict[str, np.ndarray] = {}
+    for depth in range(variant.depths):
+        stem, last = f"model.layers.{count + depth}.", f"model.layers.{count - 1}."
+        like = {stem + name.removeprefix(last): array.shape for name, array in values.items() if name.startswith(last)}
+        table = values["model.embed_tokens.weight"].shape
+        width = table[1]
+        like |= {f"{stem}eh_proj.weight": (width, 2 * width)}
+        like |= {f"{stem}{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        if depth == 0:
+            like |= {f"{stem}{name}.weight": table for name in ("embed_tokens", "shared_head.head")}
+        found |= {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in like.items()}
+    return found
+
+
 def write_checkpoint(
     directory: str | Path, variant: Variant, family: Family, seed: int = 0, shards: int | None = None
 ) -> Path:
     """Write a variant's checkpoint directory: config.json as the variant has it, weights, side files.
 
-    shards: how many files the weights are in; unset, two when the decoder has eight layers or more, else one.
+    shards: how many files the weights are in; unset, two when the decoder has eight layers or more or prediction
+    depths, else one.
     Returns the directory, which must not exist or be empty.
     """
     directory = Path(directory)
@@ -129,7 +169,7 @@ def write_checkpoint(
     tensors = draw_weights(variant, family, seed)
     text = variant.config.get("text_config", variant.config)
     if shards is None:
-        shards = 2 if text.get("num_hidden_layers", 0) >= 8 else 1
+        shards = 2 if variant.depths or text.get("num_hidden_layers", 0) >= 8 else 1
     (directory / "config.json").write_text(json.dumps(variant.config, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     (directory / "tokenizer_config.json").write_text('{\n  "bos_token": "<bos>",\n  "eos_token": "<eos>"\n}\n')
@@ -139,10 +179,15 @@ def write_checkpoint(
         return directory
     # Cut in the order of names, so that a layer's tensors straddle two files, as releases' do.
     names = sorted(tensors)
+    parts = [names[n * len(names) // shards : (n + 1) * len(names) // shards] for n in range(shards)]
+    if variant.depths:
+        # A prediction depth and the head in one file: what leaves the one out must not leave out the other.
+        ends = tuple(f"model.layers.{text['num_hidden_layers'] + depth}." for depth in range(variant.depths))
+        apart = [name for name in names if name.startswith((*ends, "lm_head."))]
+        parts = [[name for name in names if name not in apart], apart]
     weight_map = {}
-    for number in range(shards):
+    for number, part in enumerate(parts):
         shard = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
         save_file({name: tensors[name] for name in part}, directory / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, shard)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
