@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -46,15 +46,16 @@ def int4(rows: int, columns: int, turned: bool) -> Coded:
     )
 
 
-def best(work: Callable[[int], None], rows: int, threads: int, repeats: int) -> float:
-    """Seconds of the fastest repeat of `work(first row)` over all rows."""
-    seconds = []
+def best(works: Sequence[Callable[[int], None]], rows: int, threads: int, repeats: int) -> list[float]:
+    """Seconds of the fastest repeat of each `work(first row)` over all rows, the works taking turns."""
+    seconds: list[list[float]] = [[] for _ in works]
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(repeats):
-            start = time.perf_counter()
-            list(pool.map(work, range(0, rows, ROWS)))
-            seconds.append(time.perf_counter() - start)
-    return min(seconds)
+            for work, taken in zip(works, seconds, strict=True):
+                start = time.perf_counter()
+                list(pool.map(work, range(0, rows, ROWS)))
+                taken.append(time.perf_counter() - start)
+    return [min(taken) for taken in seconds]
 
 
 def main() -> None:
@@ -85,8 +86,8 @@ def main() -> None:
 
     for threads in options.threads:
         for name, make in cases.items():
-            seconds = best(partial(decode, make()), rows, threads, options.repeats)
-            copied = best(copy, rows, threads, options.repeats)
+            works = (partial(decode, make()), copy)
+            seconds, copied = best(works, rows, threads, options.repeats)
             rate, plain = out.nbytes / seconds / 1e9, out.nbytes / copied / 1e9
             line = f"{threads} thread(s)  {name:36}{rate:6.2f} GB/s   copy {plain:6.2f} GB/s   {rate / plain:5.0%}"
             print(line, flush=True)

@@ -95,9 +95,9 @@ def _piece(part: Part, dtype: np.dtype) -> _Piece | None:
     source = part.read()
     if source.shape != part.view.shape:
         raise ValueError(f"a source of shape {source.shape} cannot fill a view of {part.view.shape}")
-    moved = isinstance(source, np.ndarray) and source.dtype == dtype
-    if moved:
-        source = as_bits(source)
+    moved = False
+    if isinstance(source, np.ndarray) and source.dtype == dtype:
+        source, moved = as_bits(source), True
     order = sorted(range(source.ndim), key=lambda axis: (-part.view.strides[axis], axis))
     order = [axis for axis in order if source.shape[axis] != 1]
     lone = tuple(axis for axis in range(source.ndim) if axis not in order)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from math import prod
 
 import ml_dtypes
 import numpy as np
@@ -85,9 +85,9 @@ class Coded:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @cached_property
+    @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]
