@@ -239,8 +239,8 @@ VARIANTS = {
         _tiny(num_nextn_predict_layers=2), "two prediction-depth layers past the last layer, carried", depths=2
     ),
     "deep": Variant(
-        _tiny(num_hidden_layers=13, first_k_dense_replace=3, torch_dtype="bfloat16"),
-        "three dense layers, then ten sparse ones, in a bfloat16 file",
+        _tiny(num_hidden_layers=12, first_k_dense_replace=3, torch_dtype="bfloat16"),
+        "three dense layers, then nine sparse ones, in a bfloat16 file",
         storage="bfloat16",
         float32=("e_score_correction_bias",),
     ),

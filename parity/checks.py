@@ -16,6 +16,7 @@ from .decoders import JaxDecoder
 from .probes import Arranged, Probe, packed, padded
 from .references import Forward, TorchReference
 from .results import CheckResult, LayerError
+from .routing import CLEAR, margins, same_choice, score_bound
 
 GREEDY_TOKENS = 12
 GREEDY_PROMPT = 8
@@ -155,6 +156,55 @@ def layers(c: Comparison) -> tuple[CheckResult, tuple[LayerError, ...]]:
     figures = {"layers": len(found) - 1, "mean_error": found[-1].mean_error, "largest": float(peak.max())}
     result = CheckResult("layers", c.dtype, departed is None, figures, deciding.bound, deciding.max_error, worst, note)
     return result, tuple(found)
+
+
+def routing(c: Comparison) -> CheckResult:
+    """The experts every token takes in every sparse layer, against torch's.
+
+    In float32 all must be the same. In a lower dtype a token may go another way where torch's own choice lies within
+    rounding of another (`routing.CLEAR` bounds); from there on its text is another one to the layers above.
+    """
+    mixture = c.jax.fields.mixture
+    theirs = c.reference.routed
+    if mixture is None or not theirs:
+        return CheckResult("routing", c.dtype, None, note="no layer routes to experts")
+    if theirs.keys() != c.ours.routed.keys():
+        return CheckResult(
+            "routing",
+            c.dtype,
+            False,
+            note=f"torch routes in layers {sorted(theirs)}, jax in {sorted(c.ours.routed)}",
+        )
+    total, same, unclear = 0, 0, 0
+    narrowest, worst = float("inf"), None
+    for layer, reference in sorted(theirs.items()):
+        agree = same_choice(c.ours.routed[layer], reference)
+        clear = margins(mixture, reference) / score_bound(mixture, reference, c.dtype, layer + 1)
+        total, same = total + agree.size, same + int(agree.sum())
+        unclear += int((clear <= CLEAR).sum())
+        narrowest = min(narrowest, float(clear.min()))
+        wrong = ~agree if c.dtype == "float32" else ~agree & (clear > CLEAR)
+        if worst is None and wrong.any():
+            row, position = (int(i) for i in np.argwhere(wrong)[0])
+            worst = {
+                "layer": layer,
+                "row": row,
+                "position": position,
+                "torch": sorted(map(int, reference.experts[row, position])),
+                "jax": sorted(map(int, c.ours.routed[layer].experts[row, position])),
+                "margin": float(clear[row, position]),
+            }
+    figures: dict[str, float | int | str] = {
+        "choices": total,
+        "same": same,
+        "agreement": same / total,
+        "smallest_margin": narrowest,
+        "near_ties": unclear,
+    }
+    note = f"{same} of {total} tokens took the same experts in both" + (
+        "" if same == total or worst is not None else "; the others' choices tie within the bound"
+    )
+    return CheckResult("routing", c.dtype, worst is None, figures, None, None, worst, note)
 
 
 def decode(c: Comparison) -> CheckResult:

@@ -13,6 +13,7 @@ from .results import CheckResult, LayerError, Report
 CHECKS = {
     "logits": "Logits",
     "layers": "Layers",
+    "routing": "Routing",
     "decode": "Cached decoding",
     "padding": "Padding and packing",
     "greedy": "Greedy tokens",

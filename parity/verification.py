@@ -31,7 +31,7 @@ from .references import load_reference
 from .results import CheckResult, LayerError, Report
 from .round_trip import round_trip
 
-CHECKS = ("logits", "layers", "decode", "padding", "greedy", "gradients", "round_trip")
+CHECKS = ("logits", "layers", "routing", "decode", "padding", "greedy", "gradients", "round_trip")
 PACKAGES = ("dewconv", "jax", "jaxlib", "flax", "torch", "transformers", "numpy", "safetensors", "ml-dtypes")
 DTYPE_OF = {stored: name for name, stored in FLOATS.items()}
 
@@ -121,6 +121,8 @@ def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]
         case "layers":
             result, layers[c.dtype] = run.layers(c)
             return [result]
+        case "routing":
+            return [run.routing(c)] if c.jax.fields.mixture is not None else []
         case "decode":
             return [run.decode(c)]
         case "padding":
