@@ -54,6 +54,15 @@ def write_kinds(d: DecoderFields) -> Mapping[str, Any]:
     return written | {ROPE: {name: write_rope_of_kind(d, name) for name in kinds}}
 
 
+def notice_yarn(config: Config) -> str | None:
+    if rope_of_kind(FULL, config, THETA)["yarn"] is None or rope_of_kind(SLIDING, config, THETA)["yarn"] is not None:
+        return None
+    return (
+        "YaRN turns full_attention layers alone, as OLMo 3 was trained and as transformers 5.24 computes it; "
+        "transformers 5.5 to 5.12 put it on the sliding layers too"
+    )
+
+
 FIELDS = (
     *bookkeeping(),
     *widths(
@@ -70,7 +79,7 @@ FIELDS = (
     activation("hidden_act", "silu"),
     tied(default=False),
     same("attention_bias", "attention_bias", flag, False),
-    via(("layer_types", "sliding_window", ROPE), read_kinds, write_kinds),
+    via(("layer_types", "sliding_window", ROPE), read_kinds, write_kinds, "", notice_yarn),
     via(
         (),
         lambda config: {"pre_norms": False, "sandwich_norms": True, "qk_norm_scope": "projection"},
@@ -132,12 +141,20 @@ _YARN = {
 VARIANTS = {
     "pattern": Variant(_tiny(), "no pattern in the config: every fourth layer full; grouped queries"),
     "mha": Variant(_tiny(num_key_value_heads=4), "a key/value head a query (7B)"),
-    "yarn": Variant(_tiny(rope_scaling=_YARN), "YaRN by the old flat spelling, on the full layers alone", length=60),
+    "yarn": Variant(
+        _tiny(rope_scaling=_YARN, num_hidden_layers=4),
+        "YaRN by the old flat spelling, on the full layers alone",
+        length=60,
+    ),
     "yarn_factor": Variant(
-        _tiny(rope_scaling={**_YARN, "attention_factor": 1.3}), "YaRN with a stated attention factor", length=60
+        _tiny(rope_scaling={**_YARN, "attention_factor": 1.3}, num_hidden_layers=4),
+        "YaRN with a stated attention factor",
+        length=60,
     ),
     "yarn_off": Variant(
-        _tiny(rope_scaling={**_YARN, "attention_factor": 1.0}), "YaRN with its amplitude turned off", length=60
+        _tiny(rope_scaling={**_YARN, "attention_factor": 1.0}, num_hidden_layers=4),
+        "YaRN with its amplitude turned off",
+        length=60,
     ),
     "types": Variant(
         _without(

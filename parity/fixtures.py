@@ -137,9 +137,9 @@ def draw_weights(variant: Variant, family: Family, seed: int = 0) -> dict[str, t
 def draw_depths(
     variant: Variant, values: Mapping[str, np.ndarray], generator: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """The prediction-depth layers past the last one, in the form the other layers are drawn in: a sparse layer, two
-    norms and the projection of both streams, and a head's norm. The first has its own embedding and head beside them, as GLM-4.5 has; the
-    others share the model's, as GLM-4.6 does."""
+    """The prediction-depth layers past the last one: a sparse layer like it, two norms, the projection of both
+    streams, and a head's norm. The first has its own embedding and head beside them, as GLM-4.5 has; the others
+    share the model's, as GLM-4.6 does."""
     count = variant.config.get("num_hidden_layers", 0)
     found: dict[str, np.ndarray] = {}
     for depth in range(variant.depths):

@@ -55,20 +55,33 @@ def close_config(family: Family, config: Mapping[str, Any]) -> list[str]:
 
 def released_names(family: Family, directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """Release -> tensor name -> shape, from `released_names.json` under `directory`: lists taken from the releases'
-    published layouts, with sizes stated there and no rule of the family used."""
+    published layouts, with sizes stated there and no rule of the family used.
+
+    A family's lists: `top`; `layer`, of every layer; `dense`, of a release's first `dense` layers, and `sparse`, of
+    the others, with `{e}` for every expert; `depth`, of the release's `depths` layers past the last. A release is
+    `without` some of them.
+    """
     table = json.loads((directory / NAMES).read_text()).get(family.name)
     if table is None:
         return {}
     releases = {}
     for release, record in table["releases"].items():
-        sizes = record["sizes"]
+        sizes, without = record["sizes"], set(record.get("without", ()))
+        depths = range(sizes["L"], sizes["L"] + record.get("depths", 0))
 
         def shape(axes: list[str], sizes: Mapping[str, int] = sizes) -> tuple[int, ...]:
             return tuple(math.prod(sizes[factor] for factor in axis.split("*")) for axis in axes)
 
         tensors = {record["prefix"] + name: shape(axes) for name, axes in table["top"].items()}
-        for layer in range(sizes["L"]):
-            tensors |= {f"{record['prefix']}layers.{layer}.{n}": shape(axes) for n, axes in table["layer"].items()}
+        for layer in range(depths.stop):
+            parts = ("layer", "dense" if layer < record.get("dense", 0) else "sparse")
+            names = {name: axes for part in parts for name, axes in table.get(part, {}).items()}
+            names |= table["depth"] if layer in depths else {}
+            for name, axes in names.items():
+                if name not in without:
+                    stem = f"{record['prefix']}layers.{layer}."
+                    experts = range(sizes["E"]) if "{e}" in name else (0,)
+                    tensors |= {stem + name.replace("{e}", str(expert)): shape(axes) for expert in experts}
         if record.get("head"):
             tensors[record["head"]] = shape(["V", "H"])
         tensors |= {name: tuple(axes) for name, axes in record.get("beside", {}).items()}

@@ -195,6 +195,12 @@ class TorchReference:
         loss.backward()
         gradients = {name: as_float32(weight.grad) for name, weight in self.weights() if weight.grad is not None}
         self.model.zero_grad(set_to_none=True)
+        # A router's correction bias is a buffer, which the loss does not reach.
+        gradients |= {
+            f"model.{name}": np.zeros(buffer.shape, np.float32)
+            for name, buffer in self.decoder.named_buffers()
+            if name.endswith(CORRECTION)
+        }
         return float(loss.detach()), both_forms(gradients)
 
     def weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
