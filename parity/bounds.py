@@ -23,3 +23,17 @@ def rounding_bound(dtype: str, layers: int, largest: float, passes: int = 1) -> 
     value of what is compared. passes: how often the path is walked, 2 for gradients.
     """
     return CONSTANT * EPS[dtype] * passes * (layers + 1) * largest
+
+
+AMPLIFIED = 4.0
+"""How many times the reference's own measured rounding two sides may lie apart: sqrt(2) for the roundings of two sides,
+times 2.8 for the largest of one draw against the largest of another."""
+
+
+def amplified_bound(bound: float, own: float) -> float:
+    """The bound where weights amplify rounding: `bound`, or `AMPLIFIED` times what the reference itself moves by when
+    it computes one precision up (docs/parity.md), whichever is larger.
+
+    own: the largest difference between the reference and itself one precision up, in what is compared.
+    """
+    return max(bound, AMPLIFIED * own)

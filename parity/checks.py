@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dew_core.layers import layer_plan
 from ..families.rules import Placement, assign_leaves
-from .bounds import rounding_bound
+from .bounds import amplified_bound, rounding_bound
 from .decoders import JaxDecoder
 from .probes import Arranged, Probe, packed, padded
 from .references import Forward, TorchReference
@@ -60,8 +60,31 @@ class Comparison:
 
     @cached_property
     def bound(self) -> float:
-        """The bound of every check of logits."""
+        """The bound of every check of logits, before weights that amplify rounding are looked at."""
         return rounding_bound(self.dtype, self.jax.fields.num_layers, float(np.abs(self.reference.logits).max()))
+
+    @cached_property
+    def wide(self) -> TorchReference:
+        """The reference one precision up. Made only when a bound is passed: it measures what rounding does here."""
+        return self.torch.widened()
+
+    @cached_property
+    def wide_forward(self) -> Forward:
+        """Its logits and streams of the probe."""
+        return self.wide.forward(self.probe.tokens, streams=True)
+
+    def logits_bound(self, error: float) -> tuple[float, str]:
+        """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
+        if error <= self.bound:
+            return self.bound, ""
+        return judged(self.bound, largest(self.reference.logits - self.wide_forward.logits))
+
+
+def judged(bound: float, own: float) -> tuple[float, str]:
+    """The bound given the reference's own rounding, and a note when that is what sets it."""
+    wide = amplified_bound(bound, own)
+    note = f"these weights amplify rounding: the reference itself moves by {own:.2e} one precision up"
+    return wide, note if wide > bound else ""
 
 
 def largest(difference: np.ndarray) -> float:
@@ -107,7 +130,8 @@ def _logits(c: Comparison, name: str, ours: np.ndarray) -> CheckResult:
         "torch": float(theirs[row, position, token]),
         "jax": float(ours[row, position, token]),
     }
-    return CheckResult(name, c.dtype, error <= c.bound, figures, c.bound, error, worst)
+    bound, note = c.logits_bound(error)
+    return CheckResult(name, c.dtype, error <= bound, figures, bound, error, worst, note)
 
 
 def kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -146,6 +170,9 @@ def layers(c: Comparison) -> tuple[CheckResult, tuple[LayerError, ...]]:
                 bound=rounding_bound(c.dtype, index, scale),
             )
         )
+    widened = ""
+    if any(not layer.max_error <= layer.bound for layer in found):
+        found, widened = _amplified_layers(c, found)
     departed = next((layer for layer in found if not layer.max_error <= layer.bound), None)
     deciding = departed or max(found, key=lambda layer: layer.ratio)
     worst = {"layer": deciding.layer, "kind": deciding.kind}
@@ -153,9 +180,25 @@ def layers(c: Comparison) -> tuple[CheckResult, tuple[LayerError, ...]]:
     if departed is not None:
         name = "the embeddings" if departed.layer < 0 else f"layer {departed.layer} ({departed.kind})"
         note = f"{name} departs first"
+    elif widened:
+        note = widened
     figures = {"layers": len(found) - 1, "mean_error": found[-1].mean_error, "largest": float(peak.max())}
     result = CheckResult("layers", c.dtype, departed is None, figures, deciding.bound, deciding.max_error, worst, note)
     return result, tuple(found)
+
+
+def _amplified_layers(c: Comparison, found: list[LayerError]) -> tuple[list[LayerError], str]:
+    """The layers held to what the reference's own rounding does to them. What enters layer 0 is no sum and keeps its
+    bound."""
+    peak = np.zeros(c.probe.tokens.shape, np.float32)
+    result, note = [], ""
+    for layer, theirs, wide in zip(found, c.reference.streams, c.wide_forward.streams, strict=True):
+        peak = np.maximum(peak, np.abs(theirs).max(-1))
+        own = float((np.abs(theirs - wide).max(-1) / np.maximum(peak, 1e-30)).max()) * layer.scale
+        bound, said = (layer.bound, "") if layer.layer < 0 else judged(layer.bound, own)
+        note = note or (f"layer {layer.layer}: {said}" if said and layer.max_error > layer.bound else "")
+        result.append(replace(layer, bound=bound))
+    return result, note
 
 
 def routing(c: Comparison) -> CheckResult:
@@ -222,7 +265,8 @@ def decode(c: Comparison) -> CheckResult:
     figures: dict[str, float | int | str] = {side: value for side, (value, _) in sides.items()}
     figures |= {"steps": c.probe.length - prefill + 1, "torch_cache_error": largest(theirs - c.reference.logits)}
     worst = {"row": row, "position": position, "token": int(c.probe.tokens[row, position]), "logit": token}
-    return CheckResult("decode", c.dtype, error <= c.bound, figures, c.bound, error, {**worst, "side": which})
+    bound, note = c.logits_bound(error)
+    return CheckResult("decode", c.dtype, error <= bound, figures, bound, error, {**worst, "side": which}, note)
 
 
 def padding(c: Comparison) -> CheckResult:
@@ -249,7 +293,8 @@ def padding(c: Comparison) -> CheckResult:
         for value, place in sides.values():
             if value > error:
                 error, worst = value, {"arrangement": name, **place}
-    return CheckResult("padding", c.dtype, error <= c.bound, figures, c.bound, error, worst)
+    bound, note = c.logits_bound(error)
+    return CheckResult("padding", c.dtype, error <= bound, figures, bound, error, worst, note)
 
 
 def _departure(
@@ -280,7 +325,7 @@ def greedy(c: Comparison) -> CheckResult:
         equal += at
         chosen, other = int(theirs[row, at]), int(ours[row, at])
         gap = float(scores[row, at, chosen] - scores[row, at, other])
-        if gap <= 2 * c.bound:
+        if gap <= 2 * c.logits_bound(gap / 2)[0]:
             ties += 1
         elif worst is None:
             worst = {"row": row, "position": at, "token": chosen, "jax": other, "gap": gap}
@@ -316,6 +361,11 @@ def gradients(c: Comparison) -> CheckResult:
         smallest = min(smallest, scale)
         if (error / bound if bound else float("inf")) > ratio:
             ratio, deciding = error / bound if bound else float("inf"), (leaf, error, bound, scale, at)
+    note = ""
+    if ratio > 1:
+        wide = c.wide.gradients(tokens)[1]
+        own = assign_leaves(c.placements, {c.spelled(name): value for name, value in wide.items()})
+        deciding, note = _amplified_gradients(c, ours, theirs, own)
     leaf, error, bound, scale, at = deciding
     figures = {
         "parameters": len(ours),
@@ -326,4 +376,22 @@ def gradients(c: Comparison) -> CheckResult:
         "positions": int(tokens.size),
     }
     worst: Mapping[str, Any] = {"leaf": leaf, "tensor": tensors[leaf], "index": list(at)}
-    return CheckResult("gradients", c.dtype, error <= bound, figures, bound, error, worst)
+    return CheckResult("gradients", c.dtype, error <= bound, figures, bound, error, worst, note)
+
+
+def _amplified_gradients(
+    c: Comparison, ours: Mapping[str, Any], theirs: Mapping[str, Any], wide: Mapping[str, Any]
+) -> tuple[tuple[str, float, float, float, tuple[int, ...]], str]:
+    """The parameter furthest from its bound when each is held to the reference's own rounding of its gradient."""
+    deciding, note, ratio = ("", 0.0, 0.0, 1.0, ()), "", -1.0
+    for leaf, gradient in ours.items():
+        error, at = difference(gradient, theirs[leaf])
+        scale = float(np.abs(theirs[leaf]).max())
+        plain = rounding_bound(c.dtype, c.jax.fields.num_layers, scale, passes=2)
+        bound, said = judged(plain, largest(theirs[leaf] - wide[leaf]))
+        if not scale and not error:
+            continue
+        found = error / bound if bound else float("inf")
+        if found > ratio:
+            ratio, deciding, note = found, (leaf, error, bound, scale, at), said
+    return deciding, note

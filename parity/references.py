@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from .fixtures import CORRECTION, architecture, model_class
 from .torch_experts import both_forms, in_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIDER = {"float32": torch.float64, "bfloat16": torch.float32, "float16": torch.float32}
+"""The precision above each compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,13 @@ class TorchReference:
     @property
     def layers(self) -> int:
         return len(self.decoder.layers)
+
+    def widened(self) -> TorchReference:
+        """The same weights computed one precision up, as far as the class lets them: it holds norms and softmax in
+        float32. What it differs by is the reference's own rounding."""
+        wide = copy.deepcopy(self)
+        wide.model.to(WIDER[self.dtype])
+        return wide
 
     @contextmanager
     def watching(self) -> Iterator[list[torch.Tensor]]:
