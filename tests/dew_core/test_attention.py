@@ -431,3 +431,24 @@ def test_call_refusals():
         mixer.apply(variables, x, decode=True, segment_ids=jnp.ones((1, 2)), mutable=["cache"])
     with pytest.raises(ValueError, match="causal=False"):
         mixer.clone(causal=False).apply(variables, x, decode=True, mutable=["cache"])
+
+
+def test_blocks_of_queries_are_the_whole_product():
+    """ "auto" attends 128 queries at a time, 300 of them in three blocks, the last one partly padding."""
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "window": 100, "attention_sinks": True}
+    blocked, whole = CausalSelfAttention(**fields), CausalSelfAttention(**fields, attention_impl="reference")
+    x = jax.random.normal(jax.random.key(0), (2, 300, 16))
+    mask = jnp.arange(300)[None, :] >= jnp.array([[0], [40]])
+    metadata = AttentionMetadata(attention_mask=mask)
+    variables = jax.jit(blocked.init)(jax.random.key(1), x)
+
+    def values(module):
+        def loss(variables):
+            out = module.apply(variables, x, attention_metadata=metadata)
+            return jnp.square(out).sum(), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables)
+
+    (gradient, out), (wanted, want) = values(blocked), values(whole)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, wanted)
