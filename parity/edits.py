@@ -24,6 +24,10 @@ EMBED, HEAD, FINAL = "embed_tokens/embedding", "lm_head/kernel", "norm/scale"
 HEAD_AXIS = {Q: 1, K: 1, V: 1, OUT: 0, QB: 0, KB: 0, VB: 0}
 QK, QKN = (Q, K, QB, KB), (Q, K, QB, KB, QN, KN)
 
+EXPERTS = tuple(f"mlp/experts/{name}_proj/kernel" for name in ("gate", "up", "down"))
+SHARED = tuple(f"mlp/shared_experts/{name}_proj/kernel" for name in ("gate", "up", "down"))
+ROUTER, CORRECTION = "mlp/gate/kernel", "mlp/gate/e_score_correction_bias"
+
 # Statements
 
 Edits = Mapping[int, Sequence[Statement]]
@@ -69,6 +73,21 @@ def carry(rule: Rule) -> list[Statement]:
     """The rule's tensors kept for export and not computed with."""
     names = dict.fromkeys(place.source for place in rule.placements())
     return [Carried(name, "seeded fault") for name in names]
+
+
+def merged(statements: Iterable[Statement]) -> Statements:
+    """The statements with rules that differ in their layers alone made one, as a family might have said it."""
+    found: dict[Any, Statement] = {}
+    for at, item in enumerate(statements):
+        key: Any = at
+        if isinstance(item, Rule) and "l" in item.over:
+            others = tuple((name, tuple(values)) for name, values in item.over.items() if name != "l")
+            key = (item.source, item.source_view, item.leaf, item.leaf_view, others)
+        before = found.get(key)
+        if isinstance(before, Rule) and isinstance(item, Rule):
+            item = replace(item, over={**item.over, "l": [*before.over["l"], *item.over["l"]]})
+        found[key] = item
+    return tuple(found.values())
 
 
 # Rules

@@ -24,6 +24,7 @@ from ..families.family import Family, Spelling
 from ..families.rules import settle
 from .candidate import ReferenceRun, build_candidate, reference_run
 from .decoders import PRECISION, JaxDecoder
+from .edits import merged
 from .faults import CATALOGUE
 from .fixtures import write_checkpoint
 from .seeding import Fault, Model, Seeded, Statements
@@ -214,7 +215,7 @@ class Stand:
         """What faults are seeded into."""
         plan = self.reference.plan
         statements, _ = settle(self.reference.statements, Present(plan.spelling, frozenset(plan.source.tensors)))
-        return Model(plan.family, self.variant, plan.fields, tuple(statements))
+        return Model(plan.family, self.variant, plan.fields, merged(statements))
 
     def honest(self, compiled: bool) -> np.ndarray:
         """The honest candidate's logits, computed the one way or the other."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..dew_core.fields import DecoderFields
-from ..dew_core.layers import layer_types
+from ..dew_core.layers import layer_plan, layer_types
 from ..dew_core.records import AltUp, AttentionResiduals, HyperConnections, KVCache, MixerBase, Mixture
 from ..families.rules import Carried, Rule
 from .edits import (
@@ -27,6 +27,7 @@ from .edits import (
     moved,
     reread,
     setting,
+    together,
     where,
 )
 from .kind_faults import scale_of
@@ -103,6 +104,8 @@ def qk_norm_dropped(model: Model) -> Iterator[Seeded]:
 
 def output_norms_dropped(model: Model) -> Iterator[Seeded]:
     if model.fields.sandwich_norms:
+        if not model.fields.pre_norms:
+            return
         yield dropping(model, "both outputs", (NORMS[1], NORMS[3]), sandwich_norms=False)
 
         def build() -> tuple:
@@ -124,8 +127,10 @@ def biases_dropped(model: Model) -> Iterator[Seeded]:
     d = model.fields
     if d.attention_bias:
         yield dropping(model, "q, k, v and o", (QB, KB, VB, OB), attention_bias=False, o_proj_bias=False)
+    output = d.attention_bias if d.o_proj_bias is None else d.o_proj_bias
+    if d.attention_bias and output:
         yield dropping(model, "q, k and v", (QB, KB, VB), attention_bias=False, o_proj_bias=True)
-    if d.attention_bias if d.o_proj_bias is None else d.o_proj_bias:
+    if output:
         yield dropping(model, "o", (OB,), o_proj_bias=False)
 
 
@@ -155,7 +160,10 @@ def last_layer_dropped(model: Model) -> Iterator[Seeded]:
                 statements.append(item)
         kinds = None if d.kinds is None else {name: kind for name, kind in d.kinds.items() if name in pattern}
         types = None if d.layer_types is None else pattern
-        fields = d.replace(num_layers=last, layer_types=types, kinds=kinds)
+        mixture = d.mixture
+        if mixture is not None and mixture.layers is not None:
+            mixture = replace(mixture, layers=tuple(layer for layer in mixture.layers if layer != last))
+        fields = d.replace(num_layers=last, layer_types=types, kinds=kinds, mixture=mixture)
         return fields, (*statements, Carried(f"model.layers.{last}.", "seeded fault"))
 
     yield Seeded("the last", build)
@@ -172,15 +180,13 @@ def sizes_wrong(model: Model) -> Iterator[Seeded]:
         "num_heads": 2 * d.num_heads,
         "num_kv_heads": 1 if d.kv_heads > 1 else d.num_heads,
         "head_dim": d.head_features + 2,
-        "mlp_features": width + 1,
     }
+    if any(not spec.routed for spec in layer_plan(d).specs):
+        wrong["mlp_features"] = width + 1
     for name, value in wrong.items():
         yield altered(model, name, **{name: value})
         if d.layer_types is None or name != "num_layers":
             yield reread(model, f"{name}, rules following", **{name: value})
-
-
-"""Fields of machinery that a dense decoder has not, set."""
 
 
 UNBUILT: dict[str, Any] = {
@@ -191,7 +197,6 @@ UNBUILT: dict[str, Any] = {
     "v_norm": True,
     "attention_k_eq_v": True,
     "layer_scalar": "frozen",
-    "mixture": Mixture(4),
     "use_double_wide_mlp": True,
     "per_layer_input_dim": 4,
     "per_layer_input_vocab": 16,
@@ -225,6 +230,7 @@ def structure_wrong(model: Model) -> Iterator[Seeded]:
         "qk_norm": not d.qk_norm,
         "sandwich_norms": not d.sandwich_norms,
         "pre_norms": not d.pre_norms,
+        "mixture": Mixture(4) if d.mixture is None else None,
     }
     for name, value in wrong.items():
         yield altered(model, name, **{name: value})
@@ -257,9 +263,12 @@ FIELD_FAULTS = (
     Fault("qk_norm_dropped", "q_norm and k_norm not computed", "q/k norms", qk_norm_dropped, "numbers"),
     Fault(
         "qk_norm_scope_wrong",
-        "a norm over the projection for one over a head (qk-norm 39)",
+        "a norm over the projection for one over a head, or back (qk-norm 39)",
         "q/k norms",
-        setting("projection", lambda d: d.qk_norm and d.qk_norm_scope == "head", qk_norm_scope="projection"),
+        together(
+            setting("projection", lambda d: d.qk_norm and d.qk_norm_scope == "head", qk_norm_scope="projection"),
+            setting("head", lambda d: d.qk_norm and d.qk_norm_scope == "projection", qk_norm_scope="head"),
+        ),
         "refused",
     ),
     Fault(
@@ -367,7 +376,12 @@ FIELD_FAULTS = (
     inert("dtype", "the harness states the compute dtype of both sides", dtype="bfloat16"),
     inert("scan_layers", "the harness runs both layouts itself", scan_layers=True),
     inert("remat", "recomputes the backward pass, and the forward is the same", remat="minimal"),
-    inert("partial_rotary_type", "read beside a partial_rotary_factor alone", partial_rotary_type="prefix"),
+    inert(
+        "partial_rotary_type",
+        "read beside a partial_rotary_factor alone",
+        lambda d: d.partial_rotary_factor is None,
+        partial_rotary_type="prefix",
+    ),
     inert(
         "force_fp32_for_softmax",
         "in a float32 model the softmax is in float32 either way",

@@ -182,10 +182,15 @@ def partial_rotary(model: Model) -> Iterator[Seeded]:
             partial_rotary_factor=width / model.fields.head_features,
             partial_rotary_type="prefix",
         )
-
-
-"""Fields of machinery that a dense decoder has not, set."""
-"""Faults of the fields table."""
+        return
+    d = model.fields
+    rotated = int(d.head_features * d.partial_rotary_factor)
+    yield altered(model, "the whole head", partial_rotary_factor=None)
+    yield altered(model, "frequencies of the whole head", partial_rotary_type="proportional")
+    for label, width in (("a pair more", rotated + 2), ("a pair fewer", rotated - 2)):
+        if 0 < width <= d.head_features:
+            # Half a feature more, so that the product with head_dim does not round below it.
+            yield altered(model, label, partial_rotary_factor=min(1.0, (width + 0.5) / d.head_features))
 
 
 KIND_FAULTS = (
@@ -309,7 +314,11 @@ KIND_FAULTS = (
         "numbers",
     ),
     Fault(
-        "partial_rotary", "only part of the head rotated (rope 21, 32)", "whole-head rope", partial_rotary, "numbers"
+        "partial_rotary",
+        "part of the head rotated for all of it, another part, or all for a part (rope 21, 32)",
+        "rope",
+        partial_rotary,
+        "numbers",
     ),
     Fault(
         "rope_interleave_flipped",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from ..dew_core.layers import layer_plan
 from ..families.rules import Alias, Rule, View
 from .edits import (
     DOWN,
     EMBED,
+    EXPERTS,
     FINAL,
     GATE,
     HEAD,
@@ -23,6 +26,7 @@ from .edits import (
     QK,
     QKN,
     QN,
+    SHARED,
     UP,
     VB,
     Edits,
@@ -47,6 +51,9 @@ from .seeding import Fault, Model, Seeded, Seeds
 
 
 def swap_of(left: Rule, right: Rule) -> tuple[Rule, Rule]:
+    """Each reading the other's tensor, or the other's part of a tensor that both read."""
+    if left.source == right.source:
+        return replace(left, source_view=right.source_view), replace(right, source_view=left.source_view)
     return replace(left, source=right.source), replace(right, source=left.source)
 
 
@@ -57,6 +64,9 @@ def swapped(*groups: tuple[str, ...]) -> Seeds:
         for group in groups:
             for (i, left), (j, right) in combinations(where(model, *group), 2):
                 if left.source_view.base != right.source_view.base or left.over != right.over:
+                    continue
+                parts = any(rule.source_view.size < math.prod(rule.source_view.base) for rule in (left, right))
+                if parts and left.source != right.source:
                     continue
 
                 def edits(i=i, j=j, left=left, right=right) -> Edits:
@@ -70,56 +80,74 @@ def swapped(*groups: tuple[str, ...]) -> Seeds:
 
 def final_norm_swapped(model: Model) -> Iterator[Seeded]:
     last = model.fields.num_layers - 1
-    for (i, final), (j, norm) in ((f, n) for f in where(model, FINAL) for n in where(model, NORMS[0])):
+    inputs = where(model, NORMS[0]) or where(model, NORMS[1])
+    for (i, final), (j, norm) in ((f, n) for f in where(model, FINAL) for n in inputs):
 
         def edits(i=i, j=j, final=final, norm=norm) -> Edits:
             mine, others = at_layer(norm, last, last), [at_layer(norm, layer, layer) for layer in range(last)]
             one, other = swap_of(final, mine)
             return {i: [one], j: [*others, other]}
 
-        yield seeded(model, "final norm and the last input norm", edits)
+        yield seeded(model, f"final norm and the last {short(norm.leaf).split('/')[0]}", edits)
 
 
-def layers_in_order(label: str, order_of: Callable[[int], Sequence[int] | None]) -> Seeds:
-    """Every layer's tensors taken from layer order[l]; no instance where the order is the right one."""
+def structures(model: Model) -> list[list[int]]:
+    """The layers that have the same tensors, by what they have: dense ones apart from sparse ones."""
+    found: dict[tuple[bool, int], list[int]] = {}
+    for index, spec in enumerate(layer_plan(model.fields).specs):
+        found.setdefault((spec.routed, 0 if spec.routed else spec.width), []).append(index)
+    return list(found.values())
+
+
+def layers_in_order(label: str, order_of: Callable[[Sequence[int]], Sequence[int]]) -> Seeds:
+    """Every layer's tensors taken from another of its structure; no instance where the order is the right one."""
 
     def seeds(model: Model) -> Iterator[Seeded]:
-        order = order_of(model.fields.num_layers)
-        if order is None or list(order) == list(range(model.fields.num_layers)):
-            return
-        yield seeded(
-            model,
-            label,
-            lambda: {at: moved(rule, dict(enumerate(order))) for at, rule in rules(model) if "l" in rule.over},
-        )
+        order = {
+            layer: other
+            for members in structures(model)
+            for layer, other in zip(members, order_of(members), strict=True)
+            if layer != other
+        }
+        if order:
+            yield seeded(
+                model, label, lambda: {at: moved(rule, order) for at, rule in rules(model) if "l" in rule.over}
+            )
 
     return seeds
 
 
-def lexicographic(count: int) -> list[int]:
-    return [int(name) for name in sorted(map(str, range(count)))]
+def lexicographic(layers: Sequence[int]) -> list[int]:
+    return sorted(layers, key=str)
 
 
-def last_two(count: int) -> list[int]:
-    return [*range(count - 2), count - 1, count - 2]
+def last_two(layers: Sequence[int]) -> list[int]:
+    return [*layers[:-2], *reversed(layers[-2:])]
 
 
 def one_tensor_rotated(model: Model) -> Iterator[Seeded]:
-    count = model.fields.num_layers
     for at, rule in rules(model):
-        if "l" in rule.over and count > 1:
-            order = {layer: (layer + 1) % count for layer in range(count)}
+        members = rule.over.get("l", ())
+        if len(members) > 1:
+            order = dict(zip(members, rotated(members), strict=True))
             yield seeded(model, short(rule.leaf), lambda at=at, rule=rule, order=order: {at: moved(rule, order)})
 
 
 def is_matrix(rule: Rule) -> bool:
-    return len(rule.leaf_view.shape) == 2 and not rule.source_view.whole
+    """Whether the rule transposes: a matrix, or the matrices of a stack of experts."""
+    return len(rule.leaf_view.shape) in (2, 3) and not rule.source_view.whole
+
+
+def untransposed(view: View) -> View:
+    """The view with its last two axes as they are stored."""
+    axes = range(len(view.shape))
+    return view.transpose(*axes[:-2], axes[-1], axes[-2])
 
 
 def transpose_missed(model: Model) -> Iterator[Seeded]:
     for at, rule in rules(model):
         if is_matrix(rule):
-            flat = View.of(*rule.source_view.base)
+            flat = untransposed(rule.source_view)
             yield seeded(
                 model, short(rule.leaf), lambda at=at, rule=rule, flat=flat: {at: [replace(rule, source_view=flat)]}
             )
@@ -128,17 +156,22 @@ def transpose_missed(model: Model) -> Iterator[Seeded]:
 def reshaped(model: Model) -> Iterator[Seeded]:
     for at, rule in rules(model):
         if is_matrix(rule):
-            flat = View.of(*rule.source_view.base).reshape(*rule.leaf_view.shape)
-            yield seeded(
-                model, short(rule.leaf), lambda at=at, rule=rule, flat=flat: {at: [replace(rule, source_view=flat)]}
-            )
+
+            def edits(at=at, rule=rule) -> Edits:
+                flat = untransposed(rule.source_view).reshape(*rule.leaf_view.shape)
+                return {at: [replace(rule, source_view=flat)]}
+
+            yield seeded(model, short(rule.leaf), edits)
 
 
-def axis_rolled(axis: int, rank: int) -> Seeds:
+def axis_rolled(axis: int, ranks: tuple[int, ...]) -> Seeds:
+    """An axis rotated, counted from the last where a leaf stacks several."""
+
     def seeds(model: Model) -> Iterator[Seeded]:
         for at, rule in rules(model):
-            if len(rule.leaf_view.shape) == rank:
-                yield seeded(model, short(rule.leaf), lambda at=at, rule=rule: {at: rolled(rule, axis)})
+            if len(rule.leaf_view.shape) in ranks:
+                place = axis + len(rule.leaf_view.shape)
+                yield seeded(model, short(rule.leaf), lambda at=at, rule=rule, place=place: {at: rolled(rule, place)})
 
     return seeds
 
@@ -150,7 +183,7 @@ def table_shifted(model: Model) -> Iterator[Seeded]:
             yield seeded(model, leaf, lambda at=at, rule=rule, axis=axis: {at: rolled(rule, axis)})
 
 
-def heads_in_order(groups: Sequence[tuple[str, ...]], order_of: Callable[[int], Sequence[int]]) -> Seeds:
+def heads_in_order(groups: Sequence[tuple[str, ...]], order_of: Callable[[Sequence[int]], Sequence[int]]) -> Seeds:
     """An instance a group of projections whose heads are taken in another order, together."""
 
     def seeds(model: Model) -> Iterator[Seeded]:
@@ -160,12 +193,12 @@ def heads_in_order(groups: Sequence[tuple[str, ...]], order_of: Callable[[int], 
                 at: model.fields.kv_heads if short(r.leaf) in (K, V, KB, VB) else model.fields.num_heads
                 for at, r in found
             }
-            if not found or any(list(order_of(count)) == list(range(count)) for count in counts.values()):
+            if not found or any(list(order_of(range(count))) == list(range(count)) for count in counts.values()):
                 continue
 
             def edits(found=found, counts=counts) -> Edits:
                 return {
-                    at: heads_of(rule, HEAD_AXIS[short(rule.leaf)], counts[at], order_of(counts[at]))
+                    at: heads_of(rule, HEAD_AXIS[short(rule.leaf)], counts[at], order_of(range(counts[at])))
                     for at, rule in found
                 }
 
@@ -174,12 +207,12 @@ def heads_in_order(groups: Sequence[tuple[str, ...]], order_of: Callable[[int], 
     return seeds
 
 
-def rotated(count: int) -> list[int]:
-    return [*range(1, count), 0][:count]
+def rotated(items: Sequence[int]) -> list[int]:
+    return [*items[1:], *items[:1]]
 
 
-def backwards(count: int) -> list[int]:
-    return list(reversed(range(count)))
+def backwards(items: Sequence[int]) -> list[int]:
+    return list(reversed(items))
 
 
 def grouping_interleaved(model: Model) -> Iterator[Seeded]:
@@ -204,6 +237,8 @@ def rotary(change: Callable[[Rule, int, int], list[Rule]], *groups: tuple[str, .
             if len(found) < len([g for g in group if g not in (QB, KB)]):
                 continue
             heads = {Q: model.fields.num_heads, QB: model.fields.num_heads, QN: 1, KN: 1}
+            if model.fields.qk_norm_scope == "projection":
+                heads |= {QN: model.fields.num_heads, KN: model.fields.kv_heads}
 
             def edits(found=found, heads=heads) -> Edits:
                 return {
@@ -220,20 +255,21 @@ def rotary(change: Callable[[Rule, int, int], list[Rule]], *groups: tuple[str, .
 
 def gate_up_dealt(model: Model) -> Iterator[Seeded]:
     """Gate and up split from a fused tensor as neighbours, where it was their concatenation."""
-    for (i, gate), (j, up) in zip(where(model, GATE), where(model, UP), strict=True):
-        if gate.leaf_view.shape[1] % 2:
+    pairs = zip(where(model, GATE, EXPERTS[0], SHARED[0]), where(model, UP, EXPERTS[1], SHARED[1]), strict=True)
+    for (i, gate), (j, up) in pairs:
+        if gate.leaf_view.shape[-1] % 2:
             continue
 
         def edits(i=i, j=j, gate=gate, up=up) -> Edits:
-            half = gate.leaf_view.shape[1] // 2
+            half = gate.leaf_view.shape[-1] // 2
             out: dict[int, list[Rule]] = {i: [], j: []}
             for at, leaf, start in ((i, gate, 0), (j, up, 1)):
                 for source, place in ((gate, slice(0, half)), (up, slice(half, None))):
-                    view = source.source_view[:, start::2]
-                    out[at].append(Rule(source.source, view, leaf.leaf, leaf.leaf_view[:, place], leaf.over))
+                    view = source.source_view[..., start::2]
+                    out[at].append(Rule(source.source, view, leaf.leaf, leaf.leaf_view[..., place], leaf.over))
             return out
 
-        yield seeded(model, "gate and up", edits)
+        yield seeded(model, f"{short(gate.leaf)} and up", edits)
 
 
 def vocabulary_padded(model: Model) -> Iterator[Seeded]:
@@ -354,7 +390,7 @@ RULE_FAULTS = (
         "gate_and_up_swapped",
         "the activation on the wrong half of gate_up (moe-v5 19)",
         "a gated MLP",
-        swapped((GATE, UP)),
+        swapped((GATE, UP), EXPERTS[:2], SHARED[:2]),
     ),
     Fault("qk_norms_swapped", "q_norm and k_norm exchanged", "q/k norms of one length", swapped((QN, KN))),
     Fault(
@@ -397,7 +433,7 @@ RULE_FAULTS = (
         "layers_lexicographic",
         "layers sorted as text, 10 before 2 (moe-dense 47)",
         "more than ten layers",
-        layers_in_order("as text", lambda n: lexicographic(n)),
+        layers_in_order("as text", lexicographic),
         "numbers",
     ),
     Fault("one_tensor_rotated", "one tensor's layers off by one", "two layers", one_tensor_rotated, "numbers"),
@@ -416,9 +452,9 @@ RULE_FAULTS = (
         reshaped,
         "numbers",
     ),
-    Fault("vector_shifted", "a norm's or a bias's elements off by one", "a vector", axis_rolled(0, 1), "numbers"),
-    Fault("inputs_shifted", "a matrix's input features off by one", "a matrix", axis_rolled(0, 2), "numbers"),
-    Fault("outputs_shifted", "a matrix's output features off by one", "a matrix", axis_rolled(1, 2), "numbers"),
+    Fault("vector_shifted", "a norm's or a bias's elements off by one", "a vector", axis_rolled(-1, (1,)), "numbers"),
+    Fault("inputs_shifted", "a matrix's input features off by one", "a matrix", axis_rolled(-2, (2, 3)), "numbers"),
+    Fault("outputs_shifted", "a matrix's output features off by one", "a matrix", axis_rolled(-1, (2, 3)), "numbers"),
     Fault("vocabulary_shifted", "token rows off by one (vocab 31)", "a table", table_shifted, "numbers"),
     Fault(
         "vocabulary_padded",

@@ -1,0 +1,88 @@
+"""A config-only directory of each release: its runs, its size, and what is carried, before any weight is there."""
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from dewconv.converters.inspection import inspect_source
+from dewconv.converters.source import open_source
+from dewconv.families import find
+from dewconv.parity.gates import close_config, close_names, released_configs, released_names
+
+DATA = Path(__file__).parents[1] / "data"
+FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe")
+
+
+def inspected(release, tmp_path):
+    shutil.copy(DATA / "configs" / f"{release}.json", tmp_path / "config.json")
+    return inspect_source(open_source(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("release", "billions", "runs"),
+    [
+        ("Qwen__Qwen3-30B-A3B", 30.5, [("layers_0_47", 48)]),
+        ("Qwen__Qwen3-30B-A3B-FP8", 30.5, [("layers_0_47", 48)]),
+        ("Qwen__Qwen3-235B-A22B-FP8", 235.1, [("layers_0_93", 94)]),
+        ("zai-org__GLM-4-9B-0414", 9.4, [("layers_0_39", 40)]),
+    ],
+)
+def test_a_plan_without_the_download(tmp_path, release, billions, runs):
+    found = inspected(release, tmp_path)
+    assert found.parameters == pytest.approx(billions * 1e9, rel=0.005)
+    assert [(run.bank, run.layers) for run in found.runs] == runs
+    assert found.parameter_bytes == 2 * found.parameters
+    assert found.problems == ()
+
+
+def test_olmo3_runs_by_its_pattern_and_says_where_yarn_is(tmp_path):
+    found = inspected("allenai__Olmo-3.1-32B-Instruct", tmp_path)
+    assert found.parameters == pytest.approx(32.2e9, rel=0.005)
+    assert [run.layers for run in found.runs] == [3, 1] * 16
+    assert found.fields.kinds["full_attention"].yarn.factor == 8.0
+    assert found.fields.kinds["sliding_attention"].yarn is None
+    assert any("YaRN turns full_attention layers alone" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(
+    ("release", "billions", "with_depth", "dense"),
+    [("zai-org__GLM-4.5", 355, True, 3), ("zai-org__GLM-4.6", 355, True, 3), ("zai-org__GLM-4.5-Air", 106, False, 1)],
+)
+def test_glm_moe_counts(tmp_path, release, billions, with_depth, dense):
+    """The published totals leave out the embedding and the head; GLM-4.5's 355B has the prediction depth in it,
+    Air's 106B has not."""
+    found = inspected(release, tmp_path)
+    fields, config = found.fields, json.loads((tmp_path / "config.json").read_text())
+    tables = 2 * fields.vocab_size * fields.emb_features
+    depth = f"model.layers.{fields.num_layers}."
+    names = released_names(find("glm4_moe"), DATA)[release]
+    own = ("embed_tokens.weight", "shared_head.head.weight")
+    carried = sum(prod(shape) for name, shape in names.items() if name.startswith(depth) and not name.endswith(own))
+    assert found.parameters - tables + with_depth * carried == pytest.approx(billions * 1e9, rel=0.005)
+    last = fields.num_layers - 1
+    assert [(run.bank, run.layers) for run in found.runs] == [
+        ("layers_0" if dense == 1 else f"layers_0_{dense - 1}", dense),
+        (f"layers_{dense}_{last}", fields.num_layers - dense),
+    ]
+    assert config["num_nextn_predict_layers"] == 1
+    assert any("1 prediction-depth layer(s) are carried" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_released_configs_close(name):
+    found = {
+        release: close_config(find(name), config) for release, config in released_configs(find(name), DATA).items()
+    }
+    assert found
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", ["olmo3", "glm4"])
+def test_released_names_close(name):
+    family = find(name)
+    configs = released_configs(family, DATA)
+    for release, tensors in released_names(family, DATA).items():
+        assert close_names(family, configs[release], tensors) == []
