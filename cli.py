@@ -73,9 +73,10 @@ def hub_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def without_bars(
     context: click.Context | None = None, parameter: click.Parameter | None = None, on: bool = True
 ) -> bool:
-    """Keeps the progress bars of huggingface_hub and transformers off stderr."""
+    """Keeps the progress bars of huggingface_hub and transformers, and transformers' advice, off stderr."""
     if on:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return on
 
 
