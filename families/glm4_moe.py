@@ -235,12 +235,17 @@ VARIANTS = {
     "odd_experts": Variant(_tiny(n_routed_experts=7, num_experts_per_tok=3), "an expert count that is no power of two"),
     "wide": Variant(_tiny(moe_intermediate_size=24), "experts as wide as the model"),
     "narrow": Variant(_tiny(moe_intermediate_size=12), "2 x intermediate equals hidden", form="fused"),
+    "square": Variant(
+        _tiny(hidden_size=32, head_dim=8, num_key_value_heads=4, intermediate_size=32, moe_intermediate_size=32),
+        "every matrix of a layer but the router square",
+    ),
+    "tied": Variant(_tiny(tie_word_embeddings=True), "a tied head, absent from the file", head="absent"),
     "depths": Variant(
         _tiny(num_nextn_predict_layers=2), "two prediction-depth layers past the last layer, carried", depths=2
     ),
     "deep": Variant(
-        _tiny(num_hidden_layers=12, first_k_dense_replace=3, torch_dtype="bfloat16"),
-        "three dense layers, then nine sparse ones, in a bfloat16 file",
+        _tiny(num_hidden_layers=13, first_k_dense_replace=2, torch_dtype="bfloat16"),
+        "two dense layers, then eleven sparse ones, in a bfloat16 file",
         storage="bfloat16",
         float32=("e_score_correction_bias",),
     ),

@@ -211,6 +211,10 @@ VARIANTS = {
     ),
     "tied": Variant(_tiny(tie_word_embeddings=True), "a tied head, absent from the file", head="absent"),
     "biases": Variant(_tiny(attention_bias=True), "biases on q, k, v and o"),
+    "square": Variant(
+        _tiny(hidden_size=32, head_dim=8, num_key_value_heads=4, moe_intermediate_size=32),
+        "every matrix of a layer but the router square",
+    ),
     "deep": Variant(
         _tiny(num_hidden_layers=13, mlp_only_layers=[0, 1], torch_dtype="bfloat16"),
         "two dense layers, then eleven sparse ones, in a bfloat16 file with float32 routers",

@@ -165,8 +165,8 @@ def an_expert_dropped(model: Model) -> Iterator[Seeded]:
             yield seeded(model, "the last expert's gate", edits)
 
 
-def bias_on_weights(model: Model) -> Iterator[Seeded]:
-    """The router's kernel scaled is arithmetic and cannot be said; biases taken from another layer can."""
+def correction_of_one_layer(model: Model) -> Iterator[Seeded]:
+    """The bias loaded where it is met first, and carried elsewhere."""
     for at, rule in where(model, CORRECTION):
         members = rule.over.get("l", ())
         if len(members) > 1:
@@ -210,7 +210,7 @@ EXPERT_FAULTS = (
         "correction_bias_missing_in_layers",
         "the bias loaded for one layer of several",
         "a correction bias in two layers",
-        bias_on_weights,
+        correction_of_one_layer,
         "refused",
     ),
     Fault(

@@ -1,0 +1,111 @@
+"""Which experts both sides choose: margins, agreement, and a check that tells a wrong router."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dewconv.converters.plan import plan_import
+from dewconv.converters.source import open_source
+from dewconv.dew_core.records import Mixture
+from dewconv.families import find
+from dewconv.families.rules import settle
+from dewconv.parity import checks, write_checkpoint
+from dewconv.parity.candidate import build_candidate, reference_run
+from dewconv.parity.edits import ROUTER, merged, rolled, short
+from dewconv.parity.probes import make_probe
+from dewconv.parity.references import Routed, load_reference
+from dewconv.parity.routing import CLEAR, margins, same_choice, score_bound
+
+ROUTED = [(name, variant) for name in ("qwen3_moe", "glm4_moe") for variant in find(name).variants]
+
+
+def routed(logits, bias=None):
+    logits = np.asarray(logits, np.float32)[None, None]
+    return Routed(np.zeros((1, 1, 1), int), logits, None if bias is None else np.asarray(bias, np.float32))
+
+
+def test_a_softmax_margin_is_the_gap_of_the_logits_at_the_cut():
+    assert margins(Mixture(4, 2), routed([3.0, 1.0, 2.0, 0.5]))[0, 0] == pytest.approx(1.0)
+    assert margins(Mixture(4, 3), routed([3.0, 1.0, 2.0, 0.5]))[0, 0] == pytest.approx(0.5)
+    assert margins(Mixture(4, 4), routed([3.0, 1.0, 2.0, 0.5]))[0, 0] == np.inf
+
+
+def test_a_sigmoid_margin_counts_the_bias():
+    mixture = Mixture(2, 1, score_function="sigmoid", bias=True)
+    assert margins(mixture, routed([0.0, 0.0], [7.0, 7.1]))[0, 0] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_groups_have_margins_of_their_own():
+    mixture = Mixture(4, 1, score_function="sigmoid", bias=True, groups=2, groups_per_token=1)
+    # Biased scores -2, -1 and -1.9, -1.02: the groups' sums lie 0.08 apart, the experts of the kept one 0.88.
+    found = margins(mixture, routed([0.0] * 4, [-2.5, -1.5, -2.4, -1.52]))
+    assert found[0, 0] == pytest.approx(0.04, rel=1e-4)
+    # The best expert of all is in the group that is dropped, which no margin may count.
+    wide = margins(mixture, routed([0.0] * 4, [-1.0, -9.0, -2.0, -3.0]))
+    assert wide[0, 0] == pytest.approx(1.0)
+
+
+def test_the_order_of_a_choice_does_not_matter():
+    one, other = Routed(np.array([[[2, 0], [1, 3]]])), Routed(np.array([[[0, 2], [1, 2]]]))
+    assert same_choice(one, other).tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(("family", "variant"), ROUTED, ids=lambda value: str(value))
+def test_margins_of_the_variants_are_clear_of_ties(tmp_path, family, variant):
+    """Twice the bound of a score, the least at which both sides must choose alike, in float32."""
+    owner = find(family)
+    spec = owner.variants[variant]
+    path = write_checkpoint(tmp_path / variant, spec, owner)
+    plan = plan_import(open_source(path))
+    probe = make_probe(plan.fields, spec.config, shortest=spec.length)
+    reference = load_reference(path, owner, spec.config, "float32")
+    found = reference.forward(probe.tokens, streams=True).routed
+    mixture = plan.fields.mixture
+    assert tuple(found) == mixture.layers
+    smallest = min(
+        float((margins(mixture, one) / score_bound(mixture, one, "float32", layer + 1)).min())
+        for layer, one in found.items()
+    )
+    assert smallest > CLEAR
+    taken = np.concatenate([one.experts.reshape(-1) for one in found.values()])
+    assert set(taken.tolist()) == set(range(mixture.experts))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    owner = find("glm4_moe")
+    path = write_checkpoint(tmp_path_factory.mktemp("routing"), owner.variants["qk_norm"], owner)
+    return reference_run(path)
+
+
+def compared(run, statements):
+    decoder = build_candidate(run, run.fields, tuple(statements))
+    return checks.Comparison(run.torch, decoder, run.probe, (), str)
+
+
+def test_the_check_passes_with_every_choice_counted(run):
+    result = checks.routing(compared(run, run.statements))
+    assert result.passed
+    assert result.figures["choices"] == result.figures["same"] == run.probe.tokens.size * 2
+    assert result.figures["smallest_margin"] > CLEAR
+    assert (
+        result.note
+        == f"{result.figures['choices']} of {result.figures['choices']} tokens took the same experts in both"
+    )
+
+
+def test_the_check_names_where_a_wrong_router_departs(run):
+    statements = merged(settle(run.statements, run.tensors)[0])
+    broken = [r for s in statements for r in (rolled(s, 1) if short(getattr(s, "leaf", "")) == ROUTER else [s])]
+    result = checks.routing(compared(run, broken))
+    assert result.passed is False
+    assert result.worst["layer"] == 1
+    assert result.worst["torch"] != result.worst["jax"]
+    assert result.figures["same"] < result.figures["choices"]
+
+
+def test_a_dense_model_has_nothing_to_route(run):
+    dense = compared(run, run.statements)
+    dense = replace(dense, jax=replace(dense.jax, fields=dense.jax.fields.replace(mixture=None)))
+    assert checks.routing(dense).passed is None
