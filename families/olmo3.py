@@ -133,28 +133,31 @@ def _without(*keys: str, **changes: Any) -> dict[str, Any]:
 _YARN = {
     "rope_type": "yarn",
     "factor": 8.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 64,
     "beta_fast": 32,
     "beta_slow": 1,
 }
+
+_WIDE = {"num_hidden_layers": 4, "hidden_size": 128}
+"""Sixteen frequencies a head, so that YaRN's ramp has some between its ends."""
 
 VARIANTS = {
     "pattern": Variant(_tiny(), "no pattern in the config: every fourth layer full; grouped queries"),
     "mha": Variant(_tiny(num_key_value_heads=4), "a key/value head a query (7B)"),
     "yarn": Variant(
-        _tiny(rope_scaling=_YARN, num_hidden_layers=4),
+        _tiny(rope_scaling=_YARN, **_WIDE),
         "YaRN by the old flat spelling, on the full layers alone",
-        length=60,
+        length=80,
     ),
     "yarn_factor": Variant(
-        _tiny(rope_scaling={**_YARN, "attention_factor": 1.3}, num_hidden_layers=4),
+        _tiny(rope_scaling={**_YARN, "attention_factor": 1.3}, **_WIDE),
         "YaRN with a stated attention factor",
-        length=60,
+        length=80,
     ),
     "yarn_off": Variant(
-        _tiny(rope_scaling={**_YARN, "attention_factor": 1.0}, num_hidden_layers=4),
+        _tiny(rope_scaling={**_YARN, "attention_factor": 1.0}, **_WIDE),
         "YaRN with its amplitude turned off",
-        length=60,
+        length=80,
     ),
     "types": Variant(
         _without(
@@ -168,7 +171,7 @@ VARIANTS = {
             },
         ),
         "rope by layer type, the two bases apart",
-        length=60,
+        length=80,
     ),
     "biases": Variant(_tiny(attention_bias=True), "biases on q, k, v and o"),
     "tied": Variant(_tiny(tie_word_embeddings=True), "a tied head, absent from the file", head="absent"),

@@ -31,14 +31,14 @@ def frequencies(family, variant, kind="full_attention", **changes):
     [("yarn", 0.1 * math.log(8) + 1), ("yarn_factor", 1.3), ("yarn_off", 1.0)],
 )
 def test_olmo3_scales_full_layers_alone(variant, amplitude):
-    dim, theta = 6, 500_000.0
+    dim, theta = 32, 500_000.0
     plain = theta ** (-np.arange(0, dim, 2) / dim)
     sliding, one = frequencies("olmo3", variant, "sliding_attention")
     assert one == 1.0
     np.testing.assert_allclose(sliding, plain, rtol=1e-6)
 
     def place(turns):
-        return dim * math.log(16 / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(64 / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
