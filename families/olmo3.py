@@ -114,7 +114,7 @@ def _tiny(**changes: Any) -> dict[str, Any]:
         "num_hidden_layers": 5,
         "num_key_value_heads": 2,
         "pad_token_id": 1,
-        "rms_norm_eps": 1e-06,
+        "rms_norm_eps": 1e-05,
         "rope_scaling": None,
         "rope_theta": 500000,
         "sliding_window": 5,
