@@ -27,7 +27,7 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh .demo
 
 test: lint
-	$(BIN)/pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check .

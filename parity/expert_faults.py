@@ -57,9 +57,10 @@ def experts_in_order(label: str, order_of: Callable[[Sequence[int]], Sequence[in
         if model.fields.mixture is None:
             return
         order = list(order_of(range(model.fields.mixture.experts)))
-        for group in (EXPERTS, *((leaf,) for leaf in EXPERTS)):
+        groups: list[tuple[str, ...]] = [EXPERTS, *((leaf,) for leaf in EXPERTS)]
+        for group in groups:
             found = where(model, *group)
-            name = "all" if len(group) > 1 else group[0].split("/")[-2]
+            name = group[0].split("/")[-2] if len(group) == 1 else "all"
             if found:
                 yield seeded(
                     model, f"{label}, {name}", lambda found=found: {at: experts_of(rule, order) for at, rule in found}

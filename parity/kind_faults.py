@@ -173,7 +173,8 @@ def scale_of(fields: DecoderFields) -> float:
 
 
 def partial_rotary(model: Model) -> Iterator[Seeded]:
-    if model.fields.partial_rotary_factor is None:
+    factor = model.fields.partial_rotary_factor
+    if factor is None:
         yield altered(model, "half the frequencies", partial_rotary_factor=0.5)
         width = model.fields.head_features // 4 * 2
         yield altered(
@@ -184,7 +185,7 @@ def partial_rotary(model: Model) -> Iterator[Seeded]:
         )
         return
     d = model.fields
-    rotated = int(d.head_features * d.partial_rotary_factor)
+    rotated = int(d.head_features * factor)
     yield altered(model, "the whole head", partial_rotary_factor=None)
     yield altered(model, "frequencies of the whole head", partial_rotary_type="proportional")
     for label, width in (("a pair more", rotated + 2), ("a pair fewer", rotated - 2)):

@@ -189,7 +189,7 @@ class TestTextHalf:
         config = tiny.gemma3_wrapper_config()
         weights = tiny.weights_of(config, "language_model.model.", None)
         path = tiny.write(tmp_path / "source", config, weights)
-        with pytest.raises(FindingsError, match=r"'vision_config'.*text_only"):
+        with pytest.raises(FindingsError, match=r"'vision_config'.*--text-only"):
             import_checkpoint(open_source(path), tmp_path / "banks")
         banks = import_checkpoint(open_source(path), tmp_path / "banks", text_only=True)
         assert banks.manifest.inexact
