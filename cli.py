@@ -420,7 +420,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     without_bars(on=not sys.stderr.isatty())
-    signal.signal(signal.SIGTERM, _terminate)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _terminate)
     meta: dict[str, Any] = {}
     try:
         with cli.make_context("dewconv", list(arguments)) as context:

@@ -169,8 +169,8 @@ def _unmet(rule: Rule, places: Sequence[Placement], tensors: Mapping[str, Logica
                 Finding(
                     f"tensor {place.source}",
                     f"dtype {tensor.dtype}",
-                    "a dtype whose elements are values",
-                    "quantised weights without a quantization_config are not supported",
+                    "a floating dtype",
+                    "parameters are floating; codes need the quantization_config that says how to read them",
                 )
             )
     return findings

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..families.errors import Finding
-from .dtypes import NUMPY
 
 PLAIN = "plain"
 ROLES = ("", "scale")
 """What a quantised tensor's parts are, in order: codes, and what they are multiplied by."""
 
-_CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
+_VALUES = ("F64", "F32", "F16", "BF16")
 """Dtypes of whole bytes that are codes of a quantisation, or no number a parameter can be."""
 _BESIDE = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
 """Scales of activations and caches, named beside a weight: they are not the weight's."""
@@ -127,7 +126,7 @@ def assemble_groups(
 
 def is_value(dtype: str) -> bool:
     """Whether elements of this dtype are values a parameter can hold as they are."""
-    return dtype in NUMPY and dtype not in _CODES
+    return dtype in _VALUES
 
 
 def weight_schemes(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:

@@ -14,7 +14,7 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Spelling
 from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
-from .banks import SOURCE, Banks
+from .banks import SOURCE, Banks, check_banks
 from .closing import respell_statements
 from .codecs import Logical, Stored
 from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
@@ -194,7 +194,10 @@ def run_export(
     """
     out = Path(out)
     banks = plan.banks
-    refuse_output(out, overwrite, (banks.path,))
+    refuse_output(out, overwrite, (banks.path,), CONFIG)
+    damaged = check_banks(banks, threads)
+    if damaged:
+        raise FindingsError(str(banks.path), damaged)
     refuse_without_room(out, plan.weight_bytes)
     parts = _parts(plan)
     with staged(out) as stage:

@@ -81,7 +81,7 @@ def run_import(
     what is recorded beside it.
     """
     out = Path(out)
-    refuse_output(out, overwrite, (plan.source.root,))
+    refuse_output(out, overwrite, (plan.source.root,), MANIFEST)
     refuse_without_room(out, plan.bank_bytes)
     maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
     _check_zeros(plan, maps)

@@ -195,7 +195,8 @@ def plan_import(
     reading = family.examine(source.config)
     if reading.findings:
         # The tensors are looked at as well when the config says enough for it, so that all is told at once.
-        raise FindingsError(source.label, [*reading.findings, *_tensor_findings(source, family, reading.values)])
+        tensors = _tensor_findings(source, family, reading.values) if reading.complete else []
+        raise FindingsError(source.label, [*reading.findings, *tensors])
     fields = DecoderFields(**reading.values).replace(bank_layers=bank_layers)
     spelling, closing, grouping = close_source(source, family, fields, codec, text_only)
     warnings = []

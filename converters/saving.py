@@ -91,7 +91,7 @@ def save(
     layout = lay_out_leaves(
         decoder, {leaf: (safetensors_dtype(leaves[leaf].dtype), shape) for leaf, shape in source.shapes.items()}
     )
-    refuse_output(out, overwrite, (source.root,))
+    refuse_output(out, overwrite, (source.root,), MANIFEST)
     refuse_without_room(out, sum(tensor.nbytes for tensor in layout.tensors))
     with staged(out) as stage:
         checksums = write_files(stage, [*_bank_jobs(layout, leaves), *carried_job(source.carried)], progress, threads)

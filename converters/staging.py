@@ -12,9 +12,10 @@ from pathlib import Path
 from ..families.errors import ConversionError
 
 
-def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
-    """Raises ConversionError when `out` may not be written: it exists without `overwrite`, is no directory, or
-    is, holds or lies in one of the directories that are read."""
+def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = (), mark: str = "") -> None:
+    """Raises ConversionError when `out` may not be written: it exists without `overwrite`, is no directory, is, holds
+    or lies in one of the directories that are read, or holds files and no `mark`, the file that says it is of the kind
+    that would replace it."""
     real = out.resolve()
     for path in inputs:
         given = path.resolve()
@@ -25,6 +26,8 @@ def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = ()) -> 
             raise ConversionError(f"{out}: exists and is not a directory; choose another output")
         if not overwrite and any(out.iterdir()):
             raise ConversionError(f"{out}: already exists; remove it, or overwrite it (--overwrite)")
+        if mark and any(out.iterdir()) and not (out / mark).is_file():
+            raise ConversionError(f"{out}: holds files and no {mark}, so it is not overwritten; choose another output")
 
 
 def refuse_without_room(out: Path, needed: int) -> None:

@@ -20,6 +20,7 @@ from .fields import (
     fixed,
     flag,
     inert,
+    layer_count,
     positive,
     same,
     value_of,
@@ -118,7 +119,7 @@ def widths(
         same("vocab_size", "vocab_size", count, vocab),
         same("hidden_size", "emb_features", count, hidden),
         same("intermediate_size", "mlp_features", count, intermediate),
-        same("num_hidden_layers", "num_layers", count, layers),
+        same("num_hidden_layers", "num_layers", layer_count, layers),
         via(
             ("num_attention_heads", "num_key_value_heads"),
             read_heads,

@@ -122,7 +122,7 @@ class Family:
             outer = read_lines(self.wrapper.fields, spelled.wrapper)
             findings += outer.findings
             notices += outer.notices
-        return Reading(reading.values, tuple(findings), tuple(notices))
+        return Reading(reading.values, tuple(findings), tuple(notices), reading.complete and not spelled.conflicts)
 
     def write(self, fields: DecoderFields) -> dict[str, Any]:
         """A text-only config.json for decoder fields, in canonical spelling: what a model that never had one gets."""

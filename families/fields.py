@@ -52,6 +52,17 @@ def count(key: str, value: Any) -> int:
     return value
 
 
+MOST_LAYERS = 10_000
+"""More layers than this are a damaged config: refused before anything is made for each of them."""
+
+
+def layer_count(key: str, value: Any) -> int:
+    """A whole number from 1 to `MOST_LAYERS`. Raises Unreadable."""
+    if count(key, value) > MOST_LAYERS:
+        raise Unreadable(key, value, f"at most {MOST_LAYERS} layers")
+    return value
+
+
 def number(key: str, value: Any) -> float:
     """A finite number; booleans are not numbers. Raises Unreadable."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -125,11 +136,15 @@ def via(
 
 @dataclass(frozen=True)
 class Reading:
-    """What a table of lines made of a config: decoder field values, findings, and notices for the user."""
+    """What a table of lines made of a config: decoder field values, findings, and notices for the user.
+
+    complete: every line could be read, so `values` are the config's and not partly defaults.
+    """
 
     values: Mapping[str, Any]
     findings: tuple[Finding, ...]
     notices: tuple[str, ...]
+    complete: bool = True
 
 
 def read_lines(lines: Iterable[Line], config: Config) -> Reading:
@@ -139,12 +154,15 @@ def read_lines(lines: Iterable[Line], config: Config) -> Reading:
     findings: list[Finding] = []
     notices: list[str] = []
     claimed: set[str] = set()
+    complete = True
     for line in lines:
         claimed |= set(line.keys)
         try:
             values.update(line.read(config))
         except Unreadable as error:
-            findings.append(error.finding)
+            if error.finding not in findings:
+                findings.append(error.finding)
+            complete = False
             continue
         text = line.notice(config)
         if text:
@@ -159,7 +177,7 @@ def read_lines(lines: Iterable[Line], config: Config) -> Reading:
                     "remove it if it is not the model's, or use a version that supports it",
                 )
             )
-    return Reading(values, tuple(findings), tuple(notices))
+    return Reading(values, tuple(findings), tuple(notices), complete)
 
 
 def write_lines(lines: Iterable[Line], fields: DecoderFields) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .blocks import (
     widths,
 )
 from .family import Family, Spelling, Variant, Wrapper
-from .fields import Config, Unreadable, count, fixed, flag, inert, optional, positive, same, value_of, via
+from .fields import Config, Unreadable, count, fixed, flag, inert, layer_count, optional, positive, same, value_of, via
 from .rope import KEY as ROPE
 from .rope import rope_of_kind, write_rope_of_kind
 from .rules import Carried, Statement
@@ -39,7 +39,7 @@ THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 def read_kinds(config: Config) -> Mapping[str, Any]:
     """The pattern, the window and a rope for each kind (`Gemma3TextConfig`): stated `layer_types` win, else every
     `sliding_window_pattern`-th layer (6 when unset) is full."""
-    layers = value_of(config, "num_hidden_layers", count, 26)
+    layers = value_of(config, "num_hidden_layers", layer_count, 26)
     every = value_of(config, "sliding_window_pattern", count, 6)
     pattern = layer_pattern(config, layers, (FULL, SLIDING))
     if pattern is None:

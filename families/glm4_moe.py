@@ -25,7 +25,7 @@ from .blocks import (
     widths,
 )
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, inert, positive, same, value_of, via
+from .fields import Config, Unreadable, count, flag, inert, layer_count, positive, same, value_of, via
 from .rope import partial_rope
 from .rules import Carried, Statement
 
@@ -56,7 +56,7 @@ def read_mixture(config: Config) -> Mapping[str, Any]:
         raise Unreadable(
             "num_experts_per_tok", chosen, f"at most the {kept * (total // groups)} experts of kept groups"
         )
-    layers = value_of(config, "num_hidden_layers", count, 46)
+    layers = value_of(config, "num_hidden_layers", layer_count, 46)
     width = value_of(config, "moe_intermediate_size", count, 1408)
     mixture = Mixture(
         experts=total,
@@ -108,7 +108,7 @@ def notice_depths(config: Config) -> str | None:
 
 
 def carried(config: Config) -> Iterator[Carried]:
-    layers = value_of(config, "num_hidden_layers", count, 46)
+    layers = value_of(config, "num_hidden_layers", layer_count, 46)
     for index in range(layers, layers + depths(config)):
         yield Carried(f"model.layers.{index}.", "a prediction-depth layer, which the decoder does not compute")
 

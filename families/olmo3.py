@@ -13,7 +13,7 @@ from ..dew_core.fields import DecoderFields
 from ..dew_core.records import LayerKind
 from .blocks import activation, attention, bookkeeping, gated_mlp, layer_norms, layer_pattern, tied, trunk, widths
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, optional, same, value_of, via
+from .fields import Config, Unreadable, count, flag, layer_count, optional, same, value_of, via
 from .rope import KEY as ROPE
 from .rope import rope_of_kind, write_rope_of_kind
 from .rules import Statement
@@ -32,7 +32,7 @@ POST_NORMS = {
 
 def read_kinds(config: Config) -> Mapping[str, Any]:
     """The pattern, the window and a rope for each kind: every fourth layer is full where `layer_types` is unset."""
-    layers = value_of(config, "num_hidden_layers", count, 32)
+    layers = value_of(config, "num_hidden_layers", layer_count, 32)
     pattern = layer_pattern(config, layers, (FULL, SLIDING))
     if pattern is None:
         pattern = tuple(SLIDING if (i + 1) % 4 else FULL for i in range(layers))

@@ -24,7 +24,7 @@ from .blocks import (
     widths,
 )
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, optional, same, value_of, via
+from .fields import Config, Unreadable, count, flag, layer_count, optional, same, value_of, via
 from .rope import rope
 from .rules import Statement
 
@@ -34,7 +34,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def read_window(config: Config) -> Mapping[str, Any]:
     """layer_types and kinds (`Qwen3Config.__post_init__`): `sliding_window` counts only under
     `use_sliding_window`; without stated `layer_types`, layers from `max_window_layers` on slide."""
-    layers = value_of(config, "num_hidden_layers", count, 32)
+    layers = value_of(config, "num_hidden_layers", layer_count, 32)
     used = value_of(config, "use_sliding_window", flag, False)
     window = value_of(config, "sliding_window", optional(count), 4096) if used else None
     first = value_of(config, "max_window_layers", _whole, 28)

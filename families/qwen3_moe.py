@@ -23,7 +23,7 @@ from .blocks import (
     widths,
 )
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, inert, optional, same, value_of, via
+from .fields import Config, Unreadable, count, flag, inert, layer_count, optional, same, value_of, via
 from .rope import rope
 from .rules import Statement
 
@@ -38,7 +38,7 @@ def read_window(config: Config) -> Mapping[str, Any]:
     window = value_of(config, "sliding_window", optional(count), 4096) if used else None
     if window is None:
         return {"layer_types": None, "kinds": None}
-    layers = value_of(config, "num_hidden_layers", count, 24)
+    layers = value_of(config, "num_hidden_layers", layer_count, 24)
     return {"layer_types": (SLIDING,) * layers, "kinds": {SLIDING: LayerKind(window=window)}}
 
 
@@ -57,7 +57,7 @@ def read_mixture(config: Config) -> Mapping[str, Any]:
     chosen = value_of(config, "num_experts_per_tok", count, 8)
     if chosen > total:
         raise Unreadable("num_experts_per_tok", chosen, f"at most the number of experts, {total}")
-    layers = value_of(config, "num_hidden_layers", count, 24)
+    layers = value_of(config, "num_hidden_layers", layer_count, 24)
     step = value_of(config, "decoder_sparse_step", count, 1)
     dense = value_of(config, "mlp_only_layers", _indices, ())
     outside = [index for index in dense if index >= layers]
