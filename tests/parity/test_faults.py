@@ -10,6 +10,7 @@ import pytest
 import dewconv
 from dewconv.dew_core.fields import DecoderFields
 from dewconv.families import gemma3, glm4, glm4_moe, olmo3, qwen3, qwen3_moe
+from dewconv.parity.cards import status
 from dewconv.parity.expert_faults import EXPERT_FAULTS
 from dewconv.parity.fault_runner import Bench, instances_of, run_faults
 from dewconv.parity.faults import CATALOGUE, listing
@@ -31,6 +32,13 @@ ONE_PLAIN_ROPE = {
     "yarn_ramp_wrong",
 }
 NO_WINDOW = {"window_off", "window_dropped", "window_spread", "window_as_chunk", "pattern_wrong"}
+
+CLAIMED = [
+    family
+    for family in (qwen3.FAMILY, gemma3.FAMILY, olmo3.FAMILY, glm4.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
+    if (status(family.name) or 0) >= 4
+]
+"""The families whose cards say that every fault is caught: what is claimed is measured again."""
 
 ABSENT = {
     "olmo3": {
@@ -115,7 +123,7 @@ NARROWEST = 10.0
 
 @pytest.fixture(
     scope="module",
-    params=[qwen3.FAMILY, gemma3.FAMILY, olmo3.FAMILY, glm4.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY],
+    params=CLAIMED,
     ids=lambda family: family.name,
 )
 def bench(request, tmp_path_factory):
