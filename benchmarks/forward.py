@@ -11,6 +11,7 @@ runs in fp32 on both sides: from bfloat16 banks, `generate` on a CPU decodes in 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -52,9 +53,8 @@ def reference(layers: int) -> Qwen3ForCausalLM:
 def decoder(torch_model: Qwen3ForCausalLM) -> tuple[CausalTransformer, dict[str, Any]]:
     """The same weights in the decoder, through the family's rules, one subtree a layer."""
     family = find("qwen3")
-    config = torch_model.config.to_dict()
-    config = {key: config[key] for key in config if key not in ("attn_implementation", "_name_or_path")}
-    fields, _ = family.read({**config, "model_type": "qwen3"} if "model_type" not in config else config)
+    config = json.loads(torch_model.config.to_json_string())
+    fields, _ = family.read({**config, "model_type": "qwen3"})
     tensors = {name: tensor.numpy() for name, tensor in torch_model.state_dict().items()}
     leaves = assign_leaves(placements(family.weights(fields)), tensors)
     params = {name: jnp.asarray(leaf) for name, leaf in leaves.items()}

@@ -58,6 +58,7 @@ def bookkeeping() -> tuple[Line, ...]:
         ),
         inert("use_cache", "cache_implementation", why="how the reference decodes, not what"),
         inert("return_dict", "output_attentions", "output_hidden_states", why="what the reference returns"),
+        inert("chunk_size_feed_forward", why="how the reference saves memory, not what it computes"),
         inert(
             "_attn_implementation",
             "_attn_implementation_autoset",
