@@ -1,4 +1,4 @@
-"""What is not done: foreign directories replaced, damaged banks exported, codes taken for values, absurd configs read."""
+"""What is refused: replacing foreign directories, exporting damaged banks, codes taken for values, absurd configs."""
 
 import numpy as np
 import pytest
