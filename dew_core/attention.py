@@ -132,6 +132,26 @@ def masked_softmax(scores: jax.Array, seen: jax.Array, sinks: jax.Array | None =
     return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
+def probabilities(
+    scores: jax.Array,
+    seen: jax.Array,
+    scale: float,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    dtype: Any = None,
+) -> jax.Array:
+    """Softmax of dot products [B, kv_heads, group, S, T] times `scale`, soft-capped, where seen [B, S, T].
+
+    dtype: what the softmax is taken in, None for the scores' own, fp32.
+    """
+    scores = scores * scale
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    if dtype is not None:
+        scores = scores.astype(dtype)
+    return masked_softmax(scores, seen, sinks)
+
+
 def in_query_blocks(
     attend: Callable[[jax.Array, jax.Array], jax.Array], query: jax.Array, seen: jax.Array, block: int = QUERY_BLOCK
 ) -> jax.Array:
@@ -247,31 +267,21 @@ class CausalSelfAttention(nn.Module):
         without causality.
         """
         self.refuse_unbuildable()
-        if kv_store:
-            raise ValueError("kv_store: sharing keys and values across layers is not built")
-        if decode and segment_ids is not None:
-            raise ValueError("segment_ids: packed rows have no decode cache; decode one document a row")
-        if decode and not self.causal:
-            raise ValueError("decode: causal=False attends the whole sequence and has no cache")
+        refuse_call(kv_store, decode, segment_ids, self.causal)
         metadata = AttentionMetadata() if attention_metadata is None else attention_metadata
         batch, length, features = x.shape
         query, key, value, gate = self._projections(x)
 
-        valid = metadata.attention_mask
-        if valid is not None:
-            valid = valid.astype(jnp.bool_)
-        elif decode:
-            valid = jnp.ones((batch, length), jnp.bool_)
+        valid = real_tokens(metadata, decode, batch, length)
         cache = None
         if decode:
-            shape = (self.num_kv_heads, self.max_seq_len, self.head_dim)
-            cache = DecodeCache(self, self.kv_cache, batch, shape, key.dtype)
+            shape = (self.num_kv_heads, self.head_dim)
+            leaves = {"cached_key": shape, "cached_value": shape}
+            cache = DecodeCache(self, self.kv_cache, batch, self.max_seq_len, leaves, key.dtype)
             if not cache.allocated:
                 cache = None
         if positions is None:
-            positions = row_positions(valid, length)
-            if cache is not None:
-                positions = positions + cache.valid.value.sum(axis=1, dtype=jnp.int32)[:, None]
+            positions = token_positions(valid, length, cache)
 
         inverse, amplitude = rotary_freqs(
             self.head_dim,
@@ -287,8 +297,9 @@ class CausalSelfAttention(nn.Module):
 
         key, value, key_positions = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), positions
         if cache is not None:
-            cache.append(key, value, valid, jnp.broadcast_to(positions, (batch, length)))
-            key, value = cache.key.value.astype(query.dtype), cache.value.value.astype(query.dtype)
+            new = {"cached_key": key, "cached_value": value}
+            cache.append(new, valid, jnp.broadcast_to(positions, (batch, length)))
+            key, value = cache.read()
             valid, key_positions = cache.valid.value, cache.positions.value
         if metadata.key_positions is not None:
             key_positions = metadata.key_positions
@@ -359,19 +370,41 @@ class CausalSelfAttention(nn.Module):
         dropout = nn.Dropout(self.dropout_rate, deterministic=False) if self.dropout_rate and train else None
 
         def attend(query: jax.Array, seen: jax.Array) -> jax.Array:
-            scores = grouped_scores(query, key, self.precision) * self._scale()
-            if self.attn_logit_softcap is not None:
-                scores = jnp.tanh(scores / self.attn_logit_softcap) * self.attn_logit_softcap
-            if not self.force_fp32_for_softmax:
-                scores = scores.astype(query.dtype)
-            probabilities = masked_softmax(scores, seen, sinks)
+            scores = grouped_scores(query, key, self.precision)
+            softmax_dtype = None if self.force_fp32_for_softmax else query.dtype
+            weights = probabilities(scores, seen, self._scale(), self.attn_logit_softcap, sinks, softmax_dtype)
             if dropout is not None:
-                probabilities = dropout(probabilities)
-            return grouped_values(probabilities.astype(value.dtype), value, self.precision)
+                weights = dropout(weights)
+            return grouped_values(weights.astype(value.dtype), value, self.precision)
 
         if self.attention_impl == "reference" or dropout is not None:
             return attend(query, seen)
         return in_query_blocks(attend, query, seen)
+
+
+def refuse_call(kv_store: Any, decode: bool, segment_ids: jax.Array | None, causal: bool) -> None:
+    """Raise ValueError for a call that attention with a decode cache cannot answer."""
+    if kv_store:
+        raise ValueError("kv_store: sharing keys and values across layers is not built")
+    if decode and segment_ids is not None:
+        raise ValueError("segment_ids: packed rows have no decode cache; decode one document a row")
+    if decode and not causal:
+        raise ValueError("decode: causal=False attends the whole sequence and has no cache")
+
+
+def real_tokens(metadata: AttentionMetadata, decode: bool, batch: int, length: int) -> jax.Array | None:
+    """Which of the call's tokens are real [B, S] bool; None for all, spelled out when decoding."""
+    if metadata.attention_mask is not None:
+        return metadata.attention_mask.astype(jnp.bool_)
+    return jnp.ones((batch, length), jnp.bool_) if decode else None
+
+
+def token_positions(valid: jax.Array | None, length: int, cache: DecodeCache | None) -> jax.Array:
+    """Positions [B, S] (or [1, S]) of a call that states none: its real tokens counted from those cached."""
+    positions = row_positions(valid, length)
+    if cache is None:
+        return positions
+    return positions + cache.valid.value.sum(axis=1, dtype=jnp.int32)[:, None]
 
 
 def row_positions(valid: jax.Array | None, length: int) -> jax.Array:

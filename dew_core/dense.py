@@ -36,23 +36,30 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", kernel_init(self.init_std), (x.shape[-1], self.features), jnp.float32)
-        dtype = compute_dtype(self.dtype, x, kernel)
-        rows = x.astype(dtype)
-        # XLA's CPU product of a single bf16 row leaves the matrix kernels and takes three times as long as of
-        # two.
-        doubled = math.prod(x.shape[:-1]) == 1 and jnp.finfo(dtype).bits < 32
-        if doubled:
-            rows = jnp.broadcast_to(rows.reshape(1, -1), (2, x.shape[-1]))
-        y = jax.lax.dot_general(
-            rows,
-            kernel.astype(dtype),
-            (((rows.ndim - 1,), (0,)), ((), ())),
-            precision=self.precision,
-            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-        )
-        if doubled:
-            y = y[:1].reshape(*x.shape[:-1], self.features)
+        bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros_init(), (self.features,), jnp.float32)
-            y = y + bias.astype(dtype).astype(y.dtype)
-        return y.astype(dtype)
+        return product(x, kernel, bias, compute_dtype(self.dtype, x, kernel), self.precision)
+
+
+def product(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: jnp.dtype, precision: Any = None
+) -> jax.Array:
+    """x [..., in] @ kernel [in, out] + bias [out] in `dtype`, rounded once (`Dense`)."""
+    rows = x.astype(dtype)
+    # XLA's CPU product of a single bf16 row leaves the matrix kernels and takes three times as long as of two.
+    doubled = math.prod(x.shape[:-1]) == 1 and jnp.finfo(dtype).bits < 32
+    if doubled:
+        rows = jnp.broadcast_to(rows.reshape(1, -1), (2, x.shape[-1]))
+    y = jax.lax.dot_general(
+        rows,
+        kernel.astype(dtype),
+        (((rows.ndim - 1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+    if doubled:
+        y = y[:1].reshape(*x.shape[:-1], kernel.shape[-1])
+    if bias is not None:
+        y = y + bias.astype(dtype).astype(y.dtype)
+    return y.astype(dtype)

@@ -120,8 +120,9 @@ class DecoderFields:
 
     @property
     def head_features(self) -> int:
-        """Features of one head: `head_dim`, or `emb_features // num_heads` when unset."""
-        return self.emb_features // self.num_heads if self.head_dim is None else self.head_dim
+        """Features of one query head: `head_dim`, else the mixer's, else `emb_features // num_heads`."""
+        stated = self.head_dim if self.head_dim is not None or self.mixer is None else self.mixer.head_dim
+        return self.emb_features // self.num_heads if stated is None else stated
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as JSON values. Records carry their class under "record"."""

@@ -2,7 +2,9 @@
 
 One attention layer's variables in the collection `cache`, batch on axis 0 of every leaf:
 
-    cached_key, cached_value   [B, kv_heads, max_seq_len, head_dim]
+    cached_key, cached_value   [B, kv_heads, max_seq_len, head_dim]: grouped-query attention
+    cached_latent              [B, 1, max_seq_len, kv_lora_rank]: latent attention, in place of keys and values
+    cached_rope_key            [B, 1, max_seq_len, qk_rope_head_dim]: beside it, rotated
     cached_valid               [B, max_seq_len] bool: a real token was written here
     cached_positions           [B, max_seq_len] int32
     cursor                     [B] int32: the slot each row writes next
@@ -13,6 +15,7 @@ as it lies; with slots first XLA copies the whole cache to a transposed one on e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,43 +42,57 @@ def refuse_unbuildable_cache(cache: KVCache) -> None:
 
 
 class DecodeCache:
-    """A layer's cache variables in an attention module's scope: `append` writes, the leaves are read as they lie.
+    """A layer's cache variables in an attention module's scope: `append` writes, `read` gives them as they lie.
 
+    leaves: what the mixer caches of a token, name -> (heads, features), in `dtype` unless the cache states one.
     `allocated` is whether the variables existed when the call began. The first decode-mode call allocates
     them and writes nothing (`CausalTransformer.init_cache`).
     """
 
-    def __init__(self, module: nn.Module, cache: KVCache, batch: int, shape: tuple[int, int, int], dtype: Any):
-        kv_heads, slots, head_dim = shape
-        stored = jnp.dtype(dtype if cache.dtype is None else cache.dtype)
+    def __init__(
+        self,
+        module: nn.Module,
+        cache: KVCache,
+        batch: int,
+        slots: int,
+        leaves: Mapping[str, tuple[int, int]],
+        dtype: Any,
+    ):
         self.slots = slots
-        self.allocated = module.has_variable("cache", "cached_key")
+        self.dtype = jnp.dtype(dtype)
+        self.allocated = all(module.has_variable("cache", name) for name in leaves)
 
         def leaf(name: str, dims: tuple[int, ...], kind: Any) -> nn.Variable:
             return module.variable("cache", name, jnp.zeros, dims, kind)
 
-        self.key = leaf("cached_key", (batch, kv_heads, slots, head_dim), stored)
-        self.value = leaf("cached_value", (batch, kv_heads, slots, head_dim), stored)
+        stored = jnp.dtype(dtype if cache.dtype is None else cache.dtype)
+        self.leaves = {
+            name: leaf(name, (batch, heads, slots, features), stored) for name, (heads, features) in leaves.items()
+        }
         self.valid = leaf("cached_valid", (batch, slots), jnp.bool_)
         self.positions = leaf("cached_positions", (batch, slots), jnp.int32)
         self.cursor = leaf("cursor", (batch,), jnp.int32)
 
-    def append(self, key: jax.Array, value: jax.Array, valid: jax.Array, positions: jax.Array) -> None:
-        """Write S tokens a row at its cursor and advance it. key and value are [B, kv_heads, S, head_dim],
+    def append(self, new: Mapping[str, jax.Array], valid: jax.Array, positions: jax.Array) -> None:
+        """Write S tokens a row at its cursor and advance it. Each array of `new` is [B, heads, S, features],
         valid and positions [B, S].
 
         Raises ValueError when S tokens can never fit. A cursor that passes the end is the caller's to avoid: under
         jit it cannot be refused, and what is then cached is not the sequence.
         """
-        length = key.shape[2]
+        length = valid.shape[1]
         if length > self.slots:
             raise ValueError(f"{length} tokens do not fit a decode cache of max_seq_len {self.slots}")
         start = self.cursor.value
-        self.key.value = _write(self.key.value, key.astype(self.key.value.dtype), start, axis=1)
-        self.value.value = _write(self.value.value, value.astype(self.value.value.dtype), start, axis=1)
+        for name, leaf in self.leaves.items():
+            leaf.value = _write(leaf.value, new[name].astype(leaf.value.dtype), start, axis=1)
         self.valid.value = _write(self.valid.value, valid, start, axis=0)
         self.positions.value = _write(self.positions.value, positions.astype(jnp.int32), start, axis=0)
         self.cursor.value = start + length
+
+    def read(self) -> tuple[jax.Array, ...]:
+        """The leaves [B, heads, slots, features] in the compute dtype, in their order."""
+        return tuple(leaf.value.astype(self.dtype) for leaf in self.leaves.values())
 
 
 def _write(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:

@@ -112,11 +112,14 @@ class LayerPlan:
 
 def resolve_kind(fields: Any, kind: LayerKind) -> ResolvedKind:
     """`kind` with the model's values where it states none. `fields` is a `DecoderFields` or the decoder itself."""
-    model_kv = fields.num_heads if fields.num_kv_heads is None else fields.num_kv_heads
-    model_dim = fields.emb_features // fields.num_heads if fields.head_dim is None else fields.head_dim
 
     def own(value: Any, default: Any) -> Any:
         return default if value is None else value
+
+    mixer = own(kind.mixer, fields.mixer)
+    model_kv = own(fields.num_kv_heads, fields.num_heads)
+    mixer_dim = None if mixer is None else mixer.head_dim
+    model_dim = own(fields.head_dim, own(mixer_dim, fields.emb_features // fields.num_heads))
 
     return ResolvedKind(
         window=kind.window,
@@ -126,7 +129,7 @@ def resolve_kind(fields: Any, kind: LayerKind) -> ResolvedKind:
         rope_scaling=own(kind.rope_scaling, fields.rope_scaling),
         yarn=own(kind.yarn, fields.yarn),
         head_dim=own(kind.head_dim, model_dim),
-        mixer=own(kind.mixer, fields.mixer),
+        mixer=mixer,
     )
 
 

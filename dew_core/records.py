@@ -1,14 +1,14 @@
 """The records a decoder is described with: plain frozen values, JSON-able, importable without JAX.
 
 Every name, field and default is the decoder reference's. Records whose machinery this release does not build
-(latent attention, AltUp, hyper-connections, …) are present so that the record of a decoder is complete; the
+(AltUp, hyper-connections, …) are present so that the record of a decoder is complete; the
 decoder refuses them by name when they are set (`CausalTransformer.refuse_unbuildable_fields`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 GatedActivation = Literal["swiglu", "geglu", "geglu_exact"]
 
@@ -51,7 +51,45 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class MixerBase:
-    """A token mixer named as a value. None in its place is grouped-query causal attention."""
+    """A token mixer named as a value. None in its place is grouped-query causal attention.
+
+    name: its entry in the mixers registry (`mixers.MIXERS`). head_dim: features of one query head, None when the
+    decoder's own `head_dim` says.
+    """
+
+    name: ClassVar[str] = ""
+
+    @property
+    def head_dim(self) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class MLA(MixerBase):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1; fields by DeepSeek V3's config keys).
+
+    Keys and values are expanded by `kv_b_proj` from one normed latent of `kv_lora_rank` features a token, and every
+    head's key ends in one shared rotary key of `qk_rope_head_dim` features. Queries come from a normed latent of
+    `q_lora_rank` features, or straight from the states when that is None. A head's query and key are
+    `qk_nope_head_dim` features that do not turn, then the rotary ones; its value has `v_head_dim`.
+
+    latent_norm_eps: of the two latents' RMS norms, which is not the decoder's `norm_eps` (transformers 5.24
+    `DeepseekV3Attention` and the release's own code leave it at 1e-6 whatever `rms_norm_eps` says).
+    """
+
+    name: ClassVar[str] = "mla"
+
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    latent_norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """`qk_nope_head_dim + qk_rope_head_dim`: features of one query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -162,6 +200,7 @@ RECORDS: dict[str, type[Any]] = {
     for record in (
         RopeScaling,
         YarnScaling,
+        MLA,
         LayerKind,
         Mixture,
         KVCache,

@@ -13,6 +13,7 @@ from typing import Any
 from .fields import DecoderFields
 from .layers import ResolvedKind
 from .mixture import refuse_unbuildable_mixture
+from .records import MLA
 
 UNBUILT: Mapping[str, str] = {
     "v_norm": "value norms",
@@ -23,7 +24,6 @@ UNBUILT: Mapping[str, str] = {
     "per_layer_input_vocab": "per-layer input embeddings",
     "num_kv_shared_layers": "keys and values shared across layers",
     "kv_shared_layers": "keys and values shared across layers",
-    "mixer": "token mixers other than grouped-query attention",
     "num_nextn_predict_layers": "multi-token prediction depths",
     "index_share_for_mtp_iteration": "multi-token prediction depths",
     "mtp_layer_type": "multi-token prediction depths",
@@ -77,7 +77,8 @@ def _refuse_senseless_sizes(fields: Any) -> None:
         value = getattr(fields, name)
         if value < 1:
             raise ValueError(f"{name}={value!r}: a decoder has at least one")
-    if fields.head_dim is None and fields.emb_features % fields.num_heads:
+    mixer_dim = None if fields.mixer is None else fields.mixer.head_dim
+    if fields.head_dim is None and mixer_dim is None and fields.emb_features % fields.num_heads:
         raise ValueError(
             f"emb_features={fields.emb_features} does not divide into num_heads={fields.num_heads} heads; set head_dim"
         )
@@ -89,13 +90,18 @@ def _refuse_senseless_sizes(fields: Any) -> None:
 
 
 def _refuse_senseless_kind(fields: Any, name: str, kind: ResolvedKind) -> None:
-    if kind.mixer is not None:
-        raise ValueError(f"kind {name!r} sets mixer={kind.mixer!r}: only grouped-query attention is supported yet")
+    if isinstance(kind.mixer, MLA):
+        _refuse_senseless_latent(fields, name, kind, kind.mixer)
+    elif kind.mixer is not None:
+        raise ValueError(
+            f"mixer={kind.mixer!r} of kind {name!r}: this token mixer is not supported yet; leave mixer at None "
+            "(grouped-query attention) or an MLA"
+        )
     if kind.num_kv_heads < 1 or fields.num_heads % kind.num_kv_heads:
         raise ValueError(
             f"num_heads={fields.num_heads} is not a multiple of num_kv_heads={kind.num_kv_heads} (kind {name!r})"
         )
-    if kind.head_dim < 2 or kind.head_dim % 2:
+    if kind.mixer is None and (kind.head_dim < 2 or kind.head_dim % 2):
         raise ValueError(f"head_dim={kind.head_dim} of kind {name!r}: rotary positions need an even number")
     for limit in ("window", "chunk"):
         value = getattr(kind, limit)
@@ -105,6 +111,40 @@ def _refuse_senseless_kind(fields: Any, name: str, kind: ResolvedKind) -> None:
             raise ValueError(f"{limit}={value} of kind {name!r} needs causal=True: causal=False attends every key")
     if kind.rope_scaling is not None and kind.yarn is not None:
         raise ValueError(f"kind {name!r} sets rope_scaling and yarn: a kind has one rotary ramp or none")
+
+
+def _refuse_senseless_latent(fields: Any, name: str, kind: ResolvedKind, mixer: MLA) -> None:
+    """Latent attention's own sizes, and the grouped-query fields it has no use for: those must agree with it."""
+    sizes = {f: getattr(mixer, f) for f in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
+    if mixer.q_lora_rank is not None:
+        sizes["q_lora_rank"] = mixer.q_lora_rank
+    for field, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{field}={value} of kind {name!r}: latent attention has at least one feature there")
+    if mixer.qk_rope_head_dim < 2 or mixer.qk_rope_head_dim % 2:
+        raise ValueError(
+            f"qk_rope_head_dim={mixer.qk_rope_head_dim} of kind {name!r}: rotary positions need an even number"
+        )
+    if not 0 <= mixer.latent_norm_eps < float("inf"):
+        raise ValueError(f"latent_norm_eps={mixer.latent_norm_eps!r} of kind {name!r}: it is a finite number")
+    if kind.head_dim != mixer.head_dim:
+        raise ValueError(
+            f"head_dim={kind.head_dim} of kind {name!r}: a head of this MLA has qk_nope_head_dim + qk_rope_head_dim, "
+            f"{mixer.head_dim}; leave head_dim at None"
+        )
+    if kind.num_kv_heads != fields.num_heads:
+        raise ValueError(
+            f"num_kv_heads={kind.num_kv_heads} of kind {name!r}: latent attention expands a key for each of the "
+            f"num_heads={fields.num_heads}; leave num_kv_heads at None"
+        )
+    unused = {
+        "qk_norm": "latent attention norms its latents, not its heads",
+        "attention_sinks": "latent attention has no sinks",
+        "output_gate": "latent attention has no output gate",
+    }
+    for field, why in unused.items():
+        if getattr(fields, field):
+            raise ValueError(f"{field}=True with the MLA of kind {name!r}: {why}; set {field}=False")
 
 
 def _refuse_senseless_pairs(fields: Any) -> None:

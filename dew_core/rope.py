@@ -122,6 +122,14 @@ def yarn_amplitude(yarn: YarnScaling) -> float:
     return yarn_mscale(yarn.factor)
 
 
+def yarn_softmax_correction(yarn: YarnScaling | None) -> float:
+    """What latent attention's softmax scale is multiplied by beside the amplitude on cos and sin: m(mscale_all_dim)^2
+    where that is stated and not 0, else 1 (transformers 5.24 `DeepseekV3Attention`, `yarn_apply_mscale`)."""
+    if yarn is None or not yarn.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+
+
 def yarn_mscale(factor: float, scale: float = 1.0) -> float:
     """m(s) = 0.1 s ln(factor) + 1 for a factor above 1, else 1 (transformers 5.24 yarn; DeepSeek-V2)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

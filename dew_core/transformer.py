@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import fields as record_fields
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +13,12 @@ import jax.numpy as jnp
 from flax.core import FrozenDict
 
 from . import layers as plans
-from .attention import AttentionMetadata, CausalSelfAttention
+from .attention import AttentionMetadata
 from .block import DecoderBlock
 from .head import HeadKernel, TokenTable, head_logits
 from .kv_cache import refuse_unbuildable_cache
 from .layers import LayerPlan, ResolvedKind, group_name, layer_plan
+from .mixers import MixerContext, mixer_factory
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .norms import RMSNorm
@@ -47,24 +46,6 @@ from .stack import (
     holds_banks,
     run_stack,
 )
-
-
-@dataclass(frozen=True)
-class MixerContext:
-    """One layer's attention geometry, the kind's overrides and the model's defaults resolved."""
-
-    layer_type: str
-    kv_shared: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    yarn: YarnScaling | None
-    partial_rotary_factor: float | None
-    partial_rotary_type: str
-    window: int | None
-    chunk: int | None
 
 
 class CausalTransformer(nn.Module):
@@ -238,6 +219,7 @@ class CausalTransformer(nn.Module):
             partial_rotary_type=self.partial_rotary_type,
             window=kind.window,
             chunk=kind.chunk,
+            mixer=kind.mixer,
         )
 
     def refuse_unbuildable_mup(self, kinds: Mapping[str, ResolvedKind]) -> None:
@@ -269,35 +251,32 @@ class CausalTransformer(nn.Module):
         return partial(GatedMLP, **shared), sparse, None
 
     def mixer_factory(self, context: MixerContext) -> Callable[..., nn.Module]:
-        """The attention of one layer as a factory taking a name."""
+        """The token mixer of one layer as a factory taking a name (`mixers.MIXERS`)."""
         hidden_std, output_std = self.init_stds
-        geometry = {f.name: getattr(context, f.name) for f in record_fields(context)}
-        del geometry["layer_type"], geometry["kv_shared"]
-        return partial(
-            CausalSelfAttention,
-            **geometry,
-            rope_interleaved=self.rope_interleave,
-            max_seq_len=self.max_seq_len,
-            causal=self.causal,
-            qk_norm=self.qk_norm,
-            qk_norm_scope=self.qk_norm_scope,
-            norm_eps=self.norm_eps,
-            scale_offset=self.scale_offset,
-            scale_after_cast=self.scale_after_cast,
-            attention_bias=self.attention_bias,
-            o_proj_bias=self.o_proj_bias,
-            attention_scale=self.attention_scale,
-            attention_sinks=self.attention_sinks,
-            attn_logit_softcap=self.attn_logit_softcap,
-            output_gate=self.output_gate,
-            force_fp32_for_softmax=self.force_fp32_for_softmax,
-            attention_impl=self.attention_impl,
-            kv_cache=self.kv_cache,
-            init_std=hidden_std,
-            output_init_std=output_std,
-            dtype=self.dtype,
-            precision=self.precision,
-        )
+        shared = {
+            "rope_interleaved": self.rope_interleave,
+            "max_seq_len": self.max_seq_len,
+            "causal": self.causal,
+            "qk_norm": self.qk_norm,
+            "qk_norm_scope": self.qk_norm_scope,
+            "norm_eps": self.norm_eps,
+            "scale_offset": self.scale_offset,
+            "scale_after_cast": self.scale_after_cast,
+            "attention_bias": self.attention_bias,
+            "o_proj_bias": self.o_proj_bias,
+            "attention_scale": self.attention_scale,
+            "attention_sinks": self.attention_sinks,
+            "attn_logit_softcap": self.attn_logit_softcap,
+            "output_gate": self.output_gate,
+            "force_fp32_for_softmax": self.force_fp32_for_softmax,
+            "attention_impl": self.attention_impl,
+            "kv_cache": self.kv_cache,
+            "init_std": hidden_std,
+            "output_init_std": output_std,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
+        return mixer_factory(context, shared)
 
     def build_block(self, index: int, **module: Any) -> DecoderBlock:
         """Layer `index`'s block; `module` is flax's own `name` or `parent`."""

@@ -463,7 +463,6 @@ def test_an_encoder_attends_both_ways_on_the_same_tree():
         ("per_layer_input_vocab", 8),
         ("num_kv_shared_layers", 1),
         ("kv_shared_layers", (1,)),
-        ("mixer", MixerBase()),
         ("num_nextn_predict_layers", 1),
         ("index_share_for_mtp_iteration", True),
         ("mtp_layer_type", "full_attention"),
@@ -479,6 +478,13 @@ def test_an_encoder_attends_both_ways_on_the_same_tree():
 def test_unbuilt_fields_are_refused_by_name(name, value):
     assert name in UNBUILT
     refused(rf"^{name}=.* not supported yet; leave {name} at ", **{name: value})
+
+
+@pytest.mark.parametrize("where", ["model", "kind"])
+def test_a_mixer_that_is_not_registered_is_refused(where):
+    mixer = {"mixer": MixerBase()}
+    changes = mixer if where == "model" else {"kinds": {"full_attention": LayerKind(**mixer)}}
+    refused("^mixer=.* not supported yet; leave mixer at ", **changes)
 
 
 @pytest.mark.parametrize(
