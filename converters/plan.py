@@ -158,8 +158,12 @@ def find_family(source: Source) -> tuple[Family, str]:
     """(family, model_type) of a source. Raises ConversionError when its model_type is absent or not registered."""
     model_type = source.config.get("model_type")
     if not isinstance(model_type, str):
-        raise ConversionError(f"{source.label}: config.json has no model_type, so the family is not known")
-    return find(model_type), model_type
+        found = "no model_type" if model_type is None else f"the model_type {model_type!r:.80}"
+        raise ConversionError(f"{source.label}: config.json has {found}, so the family is not known")
+    try:
+        return find(model_type), model_type
+    except ConversionError as error:
+        raise ConversionError(f"{source.label}: config.json's model_type: {error}") from error.__cause__
 
 
 def plan_import(

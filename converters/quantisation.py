@@ -65,8 +65,9 @@ def codec_of(
         codec = build(record)
         if codec is not None:
             return codec
+    where = HF_QUANT if record_of(config) is None else f"config.json: {RECORDS[0]}"
     raise ConversionError(
-        f"config.json: asks for {_method(record)} weights, which are not supported{_examples(stored or {})}"
+        f"{where} asks for {_method(record)} weights, which are not supported{_examples(stored or {})}"
     )
 
 

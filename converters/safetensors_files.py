@@ -132,7 +132,7 @@ def _json_table(text: bytes, where: str) -> dict[str, Any]:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=distinct)
     except UnicodeDecodeError:
         raise ConversionError(f"{where}: the header is not UTF-8; not a safetensors file") from None
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ConversionError(f"{where}: the header is not JSON; not a safetensors file") from None
     if not isinstance(table, dict):
         raise ConversionError(f"{where}: the header is not a JSON object; not a safetensors file")

@@ -203,8 +203,8 @@ def read_json_object(text: bytes, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text.decode("utf-8"), parse_constant=refuse_nan, object_pairs_hook=distinct)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConversionError(f"{where}: is not valid JSON ({error})") from None
+    except (ValueError, RecursionError) as error:  # bytes that are no text, text that is no JSON, endless numbers
+        raise ConversionError(f"{where}: is not valid JSON ({str(error).partition(';')[0]})") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{where}: is not a JSON object")
     return value

@@ -14,6 +14,8 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from .errors import Finding
 
+SHOWN = 80
+"""The most characters of a config's value that a message repeats."""
 REQUIRED: Any = object()
 """The default of a key that must be stated."""
 
@@ -25,8 +27,14 @@ class Unreadable(Exception):
     """A value that a line cannot read. `finding` says which and why."""
 
     def __init__(self, key: str, found: Any, needed: str, fix: str = "correct config.json") -> None:
-        self.finding = Finding(f"config key {key!r}", repr(found), needed, fix)
+        self.finding = Finding(f"config key {key!r}", shown(found), needed, fix)
         super().__init__(str(self.finding))
+
+
+def shown(value: Any) -> str:
+    """A config's value in a message: as JSON readers know it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,16 @@ class Line:
     notice: Callable[[Config], str | None] = lambda config: None
 
 
+MOST = 2**31 - 1
+"""The largest size or position that the decoder's 32-bit integers count."""
+
+
 def count(key: str, value: Any) -> int:
-    """A whole number of at least 1; booleans are not numbers. Raises Unreadable."""
+    """A whole number from 1 to `MOST`; booleans are not numbers. Raises Unreadable."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise Unreadable(key, value, "a whole number of at least 1")
+    if value > MOST:
+        raise Unreadable(key, value, f"a whole number of at most {MOST}")
     return value
 
 
@@ -64,10 +78,18 @@ def layer_count(key: str, value: Any) -> int:
 
 
 def number(key: str, value: Any) -> float:
-    """A finite number; booleans are not numbers. Raises Unreadable."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite number that a float can hold; booleans are not numbers. Raises Unreadable."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise Unreadable(key, value, "a finite number")
     return value
+
+
+def is_finite(value: float) -> bool:
+    """Whether `value` is finite as a float (JSON's whole numbers have no end)."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def positive(key: str, value: Any) -> float:
@@ -172,7 +194,7 @@ def read_lines(lines: Iterable[Line], config: Config) -> Reading:
             findings.append(
                 Finding(
                     f"config key {key!r}",
-                    repr(config[key])[:80],
+                    shown(config[key]),
                     "no such key: nothing here reads it, and it may change the computation",
                     "remove it if it is not the model's, or use a version that supports it",
                 )

@@ -54,6 +54,8 @@ def read_rope(params: Mapping[str, Any], config: Config, default_theta: float, w
     theta = float(member("rope_theta", positive, default_theta))
     read: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None, "yarn": None}
     longest = config.get("max_position_embeddings", ...)
+    if longest is not ... and kind in ("llama3", "yarn"):
+        count("max_position_embeddings", longest)
     if kind == "linear":
         read["rope_scaling"] = RopeScaling("linear", float(member("factor", positive)))
     elif kind == "llama3":

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import Finding
+from .fields import is_finite, shown
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 """The top-level keys that spell rotary positions."""
 
 TEXT_CONFIG = "text_config"
+
+DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double", "float8_e4m3fn", "float8_e5m2")
+"""The floating dtypes torch has names for, as `dtype` states them, with or without `torch.` before."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), kind_rope: 
     (transformers 5.24 `Gemma3TextConfig.convert_rope_params_to_dict`); None for a family with one rope.
     """
     conflicts: list[Finding] = []
+    if TEXT_CONFIG in config and not isinstance(config[TEXT_CONFIG], Mapping):
+        conflicts.append(_unfit(TEXT_CONFIG, config[TEXT_CONFIG], "an object"))
+        config = {key: value for key, value in config.items() if key != TEXT_CONFIG}
     if isinstance(config.get(TEXT_CONFIG), Mapping):
         text = copy.deepcopy(dict(config[TEXT_CONFIG]))
         wrapper = {key: value for key, value in config.items() if key != TEXT_CONFIG}
@@ -67,6 +74,9 @@ def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), kind_rope: 
         text, wrapper = copy.deepcopy(dict(config)), {}
 
     for part in (text, wrapper):
+        for key in ("dtype", "torch_dtype"):
+            if not _is_dtype(part.get(key)):
+                conflicts.append(_unfit(key, part.pop(key), f"one of {', '.join(DTYPES)}"))
         if "torch_dtype" in part:
             old = part.pop("torch_dtype")
             if part.setdefault("dtype", old) != old:
@@ -80,6 +90,16 @@ def canonical(config: Mapping[str, Any], shared: Sequence[str] = (), kind_rope: 
 
 def _rope(text: dict[str, Any], kind_rope: KindRope | None, conflicts: list[Finding]) -> dict[str, Any]:
     stated = {key: text.pop(key) for key in ROPE_KEYS if key in text}
+    for key, value in stated.items():
+        if value is None:
+            continue
+        if key in ("rope_parameters", "rope_scaling"):
+            if not isinstance(value, Mapping):
+                conflicts.append(_unfit(key, value, "an object or null"))
+                stated[key] = None
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value) or value <= 0:
+            conflicts.append(_unfit(key, value, "a finite number above 0"))
+            stated[key] = None
     rope = dict(stated.get("rope_parameters") or {})
     nested = bool(rope) and all(isinstance(value, Mapping | None) for value in rope.values())
     parts = {kind: dict(value or {}) for kind, value in rope.items()} if nested else None
@@ -99,10 +119,6 @@ def _rope(text: dict[str, Any], kind_rope: KindRope | None, conflicts: list[Find
         for key, value in scaling.items():
             if target.setdefault(key, value) != value:
                 conflicts.append(_conflict(key, "rope_parameters", target[key], "rope_scaling", value))
-    elif scaling is not None:
-        conflicts.append(
-            Finding("config key 'rope_scaling'", repr(scaling), "an object or null", "correct config.json")
-        )
     _fill(target, "rope_theta", stated, "rope_theta", conflicts)
     if kind_rope is not None and parts is not None:
         _fill(parts.setdefault(kind_rope.local, {}), "rope_theta", stated, kind_rope.local_theta, conflicts)
@@ -127,10 +143,18 @@ def _fill(part: dict[str, Any], key: str, stated: Mapping[str, Any], spelled: st
         conflicts.append(_conflict(key, "rope_parameters", part[key], spelled, stated[spelled]))
 
 
+def _is_dtype(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES)
+
+
+def _unfit(key: str, value: Any, needed: str) -> Finding:
+    return Finding(f"config key {key!r}", shown(value), needed, "correct config.json")
+
+
 def _conflict(key: str, here: str, value: Any, there: str, other: Any) -> Finding:
     return Finding(
         f"config key {key!r}",
-        f"{value!r} in {here} and {other!r} in {there}",
+        f"{shown(value)} in {here} and {shown(other)} in {there}",
         "one value",
         "correct config.json",
     )
