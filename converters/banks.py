@@ -29,13 +29,16 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from ..families.registry import find
 from .copying import default_threads
-from .layout import CARRIED, SUFFIX
+from .layout import CARRIED, SUFFIX, part_leaf, split_key
 from .manifest import Manifest, read_manifest
+from .manifest_checks import AGAIN
 from .safetensors_files import Header, MappedFile, parse_header, read_header
+from .side_files import fault_of_file
 from .source import CONFIG, INDEX, read_json_object
 
 HEADERS = "headers"
 SOURCE = "source"
+ALTERED = "the file was altered or is damaged"
 
 
 @dataclass
@@ -72,8 +75,8 @@ class Banks:
         """Shard name -> the header it had in the source, in order."""
         sizes = self.manifest.source["files"]
         return {
-            shard: parse_header((self.path / HEADERS / f"{shard}.json").read_bytes(), int(sizes[shard]["size"]), shard)
-            for shard in self.manifest.shards
+            shard: parse_header((self.path / name).read_bytes(), sizes[shard]["size"], name)
+            for shard, name in ((shard, f"{HEADERS}/{shard}.json") for shard in self.manifest.shards)
         }
 
     def open(self, bank: str) -> MappedFile:
@@ -113,32 +116,52 @@ def open_banks(path: str | Path) -> Banks:
     Raises ConversionError when there is no readable manifest, and FindingsError naming every file that is missing
     or does not hold the tensors the manifest lists. `check_banks` compares the bytes themselves.
     """
+    if not str(path):
+        raise ConversionError("the bank directory has an empty name; name one")
     directory = Path(path).expanduser()
     manifest = read_manifest(directory)
     findings: list[Finding] = []
     headers: dict[str, Header] = {}
-    again = "import the checkpoint again"
+    roots = [directory.resolve()]
     for name, tensors in manifest.files.items():
-        if not (directory / name).is_file():
-            findings.append(Finding(f"bank file {name}", "no such file", "the file the manifest lists", again))
+        fault = fault_of_file(directory / name, roots)
+        if fault is not None:
+            findings.append(Finding(f"bank file {name}", fault, "the file the manifest lists", AGAIN))
             continue
         try:
             header = read_header(directory / name)
         except ConversionError as error:
-            findings.append(Finding(f"bank file {name}", f"a damaged header ({error})", "a whole file", again))
+            findings.append(Finding(f"bank file {name}", f"a damaged header ({error})", "a whole file", AGAIN))
             continue
         headers[name] = header
         for key in sorted(set(header.entries) ^ set(tensors)):
             found, needed = ("no such tensor", "it") if key in tensors else ("a tensor", "only those of the manifest")
-            findings.append(Finding(f"{name}: {key}", found, needed, again))
-    beside = [f"{SOURCE}/{CONFIG}", *(f"{HEADERS}/{shard}.json" for shard in manifest.shards)]
-    beside += [f"{SOURCE}/{name}" for name in manifest.side_files]
-    for name in [*beside, *([f"{SOURCE}/{INDEX}"] if manifest.has_index else [])]:
-        if not (directory / name).is_file():
-            findings.append(Finding(name, "no such file", "the file the import wrote", again))
+            findings.append(Finding(f"{name}: {key}", found, needed, AGAIN))
+    findings += _unfit_codings(manifest, headers)
+    for name in beside_files(manifest):
+        fault = fault_of_file(directory / name, roots)
+        if fault is not None:
+            findings.append(Finding(name, fault, "the file the import wrote", AGAIN))
     if findings:
         raise FindingsError(str(directory), findings)
     return Banks(directory, manifest, headers)
+
+
+def _unfit_codings(manifest: Manifest, headers: Mapping[str, Header]) -> list[Finding]:
+    """A finding for every coding whose codes or scales are missing, or are not of the shape it says."""
+    findings = []
+    for name, codings in manifest.coded.items():
+        entries = headers[name].entries if name in headers else {}
+        for key, coding in codings.items():
+            below, layer = split_key(key)
+            scales = part_leaf(below, "scale") + ("" if layer is None else f"@{layer}")
+            for part, grain in zip((key, scales), coding.grains, strict=True):
+                shape = tuple(-(-size // each) for size, each in zip(coding.shape, grain, strict=True))
+                found = entries[part].shape if part in entries else None
+                if name in headers and found != shape:
+                    said = "no such tensor" if found is None else f"shape {list(found)}"
+                    findings.append(Finding(f"{name}: {part}", said, f"shape {list(shape)}, as coded says", AGAIN))
+    return findings
 
 
 def checksum(data: bytes | np.ndarray) -> str:
@@ -146,17 +169,94 @@ def checksum(data: bytes | np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else data.data)
 
 
+class _Digest:
+    """The checksum of a stored tensor, taken from its start as far as has been asked for."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data
+        self._digest = xxhash.xxh3_64()
+        self._done = 0
+        self._lock = Lock()
+
+    def take(self, end: int) -> None:
+        """Takes the bytes up to `end` in, those that have not been yet."""
+        with self._lock:
+            if self._done < end:
+                self._digest.update(self._data[self._done : end].data)
+                self._done = end
+
+    def whole(self) -> str:
+        """The checksum of the whole tensor."""
+        self.take(self._data.nbytes)
+        return self._digest.hexdigest()
+
+
+class BankCheck:
+    """The checksums of banks, taken while their tensors are read for something else, so that a disk reads them once.
+
+    `take` before a row of a stored tensor is read; `findings` at the end reads what nothing else did. Any thread may
+    call either.
+    """
+
+    def __init__(self, banks: Banks) -> None:
+        self._banks = banks
+        self._digests: dict[tuple[str, str], _Digest] = {}
+        self._lock = Lock()
+
+    def take(self, bank: str, key: str, rows: tuple[int, int] = (1, 1)) -> None:
+        """The stored tensor is about to be read up to row `rows[0]`, exclusive, of `rows[1]`."""
+        stop, count = rows
+        nbytes = self._banks.headers[bank + SUFFIX].entries[key].nbytes
+        self._of(bank, key).take(nbytes if stop == count else nbytes // count * stop)
+
+    def findings(self, threads: int | None = None) -> list[Finding]:
+        """A finding for every stored tensor whose bytes are not those that were written."""
+
+        def one(item: tuple[str, str]) -> Finding | None:
+            name, key = item
+            expected = self._banks.manifest.files[name][key]["xxh3"]
+            found = self._of(name.removesuffix(SUFFIX), key).whole()
+            return None if found == expected else _damaged(f"{name}: {key}", found, expected)
+
+        items = [(name, key) for name, tensors in self._banks.manifest.files.items() for key in tensors]
+        with ThreadPoolExecutor(threads or default_threads()) as pool:
+            return [finding for finding in pool.map(one, items) if finding is not None]
+
+    def _of(self, bank: str, key: str) -> _Digest:
+        with self._lock:
+            if (bank, key) not in self._digests:
+                self._digests[bank, key] = _Digest(self._banks.open(bank).raw(key))
+            return self._digests[bank, key]
+
+
 def check_banks(banks: Banks, threads: int | None = None) -> list[Finding]:
-    """A finding for every stored tensor whose bytes are not those that were written: reads every bank file."""
+    """A finding for every stored tensor and every file beside them whose bytes are not those that were written: reads
+    every file."""
+    return [*BankCheck(banks).findings(threads), *check_beside(banks)]
 
-    def one(item: tuple[str, str]) -> Finding | None:
-        name, key = item
-        expected = banks.manifest.files[name][key].get("xxh3")
-        found = checksum(banks.open(name.removesuffix(SUFFIX)).raw(key))
-        if found == expected:
-            return None
-        return Finding(f"{name}: {key}", f"checksum {found}", f"{expected}", "the file was altered or is damaged")
 
-    items = [(name, key) for name, tensors in banks.manifest.files.items() for key in tensors]
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
-        return [finding for finding in pool.map(one, items) if finding is not None]
+def check_beside(banks: Banks) -> list[Finding]:
+    """A finding for every file beside the weights (config, index, side files, headers) that is not the one that was
+    written: by checksum, or by size in banks whose manifest has no checksums of them."""
+    manifest, findings = banks.manifest, []
+    for name in beside_files(manifest):
+        data = (banks.path / name).read_bytes()
+        if name in manifest.beside:
+            expected = manifest.beside[name]["xxh3"]
+            if checksum(data) != expected:
+                findings.append(_damaged(name, checksum(data), expected))
+        elif name.startswith(f"{SOURCE}/"):
+            size = manifest.source["files"][name.removeprefix(f"{SOURCE}/")]["size"]
+            if len(data) != size:
+                findings.append(Finding(name, f"{len(data)} bytes", f"{size}", ALTERED))
+    return findings
+
+
+def beside_files(manifest: Manifest) -> list[str]:
+    """What a bank directory keeps beside its weights, as paths in it."""
+    names = [CONFIG, *([INDEX] if manifest.has_index else []), *manifest.side_files]
+    return [*(f"{SOURCE}/{name}" for name in names), *(f"{HEADERS}/{shard}.json" for shard in manifest.shards)]
+
+
+def _damaged(what: str, found: str, expected: str) -> Finding:
+    return Finding(what, f"checksum {found}", expected, ALTERED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Spelling
 from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
-from .banks import SOURCE, Banks, check_banks
+from .banks import SOURCE, BankCheck, Banks, check_beside
 from .closing import respell_statements
 from .codecs import Logical, Stored
 from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
 from .copying import Part
 from .dtypes import numpy_dtype
 from .layout import CARRIED, Layout, Leaf, is_part, lay_out_leaves, split_leaf
+from .manifest import MANIFEST
+from .manifest_checks import AGAIN
 from .parts import expand, target_parts
 from .plan import DTYPES, stored_dtype
 from .quantisation import HF_QUANT, codec_of, read_hf_quant, record_of
@@ -32,7 +34,7 @@ from .safetensors_files import (
     read_header,
 )
 from .source import CONFIG, INDEX, SINGLE
-from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
+from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
 from .writing import FileJob, Progress, raw_part, write_files
 
 DEFAULT_SHARD_BYTES = 50 * 10**9
@@ -124,7 +126,7 @@ def plan_export(
     tensors = held_tensors(banks)
     if text_only:
         tensors = _text_half(banks, tensors)
-    _refuse_incomplete(banks, tensors)
+    refuse_incomplete(banks, tensors)
     chosen = banks.manifest.dtype if not cast else str(dtype)
     specs = {
         shard: [
@@ -148,6 +150,7 @@ def plan_export(
     if chosen != "keep":
         config = with_dtype(config, chosen)
     left = (*(IMAGE_FILES if text_only else ()), *((HF_QUANT,) if banks.manifest.quantized == "decode" else ()))
+    count = sum(_export_dtype(item, chosen) != item.entry.dtype for item in tensors)
     kept = all(header is banks.source_headers.get(shard) for shard, header in headers.items())
     whole = kept and len(headers) == len(banks.manifest.shards)
     return ExportPlan(
@@ -158,7 +161,7 @@ def plan_export(
         index=index,
         side_files=tuple(name for name in banks.manifest.side_files if name not in left),
         exact=whole and not banks.manifest.inexact and config == banks.config_text,
-        notices=banks.manifest.inexact,
+        notices=(*banks.manifest.inexact, *((f"{count} matrices are cast to {chosen}",) if cast and count else ())),
     )
 
 
@@ -189,20 +192,20 @@ def run_export(
 ) -> None:
     """Writes the checkpoint of `plan` at `out`, which exists whole afterwards or not at all.
 
-    The headers of what was written are read again and held against the plan before `out` appears. Raises
-    ConversionError.
+    The banks' checksums are taken as they are copied, and the headers of what was written are read again and held
+    against the plan, before `out` appears. Raises ConversionError, and FindingsError naming what is damaged.
     """
-    out = Path(out)
+    out = output_path(out)
     banks = plan.banks
     refuse_output(out, overwrite, (banks.path,), CONFIG)
-    damaged = check_banks(banks, threads)
-    if damaged:
-        raise FindingsError(str(banks.path), damaged)
+    altered = check_beside(banks)
     refuse_without_room(out, plan.weight_bytes)
-    parts = _parts(plan)
-    with staged(out) as stage:
-        jobs = [FileJob(shard, header, parts) for shard, header in plan.headers.items()]
-        write_files(stage, jobs, progress, threads)
+    check = BankCheck(banks)
+    with staged(out, overwrite, CONFIG) as stage:
+        write_files(stage, _jobs(plan, check), progress, threads)
+        damaged = [*check.findings(threads), *altered]
+        if damaged:
+            raise FindingsError(str(banks.path), damaged)
         for name in plan.side_files:
             copy_file(banks.path / SOURCE / name, stage / name)
         _check_written(plan, stage)
@@ -229,6 +232,7 @@ def held_tensors(banks: Banks) -> list[HeldTensor]:
     manifest = banks.manifest
     logical = logical_tensors(banks)
     decoded = manifest.quantized == "decode"
+    _refuse_unknown(banks, logical)
     aliases = {
         name: other
         for alias, of in manifest.aliases.items()
@@ -253,6 +257,22 @@ def held_tensors(banks: Banks) -> list[HeldTensor]:
             if held or carried or entry.name in manifest.zeros or not manifest.text_only:
                 tensors.append(HeldTensor(entry.name, shard, entry, tuple(held), carried, matrix))
     return tensors
+
+
+def _refuse_unknown(banks: Banks, logical: Mapping[str, Logical]) -> None:
+    """Raises FindingsError naming every tensor of the manifest that the source's headers do not have."""
+    manifest = banks.manifest
+    known = {*logical, *(name for header in banks.source_headers.values() for name in header.entries)}
+    aliased = [*manifest.aliases, *manifest.aliases.values()]
+    unknown = [("aliases", name) for name in aliased if name not in logical]
+    unknown += [("carried", name) for name in manifest.carried if name not in known]
+    unknown += [("zeros", name) for name in manifest.zeros if name not in known]
+    findings = [
+        Finding(f"field {field}", repr(name), "a tensor of the source's headers", AGAIN)
+        for field, name in dict.fromkeys(unknown)
+    ]
+    if findings:
+        raise FindingsError(str(banks.path / MANIFEST), findings)
 
 
 def logical_tensors(banks: Banks) -> Mapping[str, Logical]:
@@ -322,25 +342,25 @@ def _text_half(banks: Banks, tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
     return result
 
 
-def _refuse_incomplete(banks: Banks, tensors: Sequence[HeldTensor]) -> None:
+def refuse_incomplete(banks: Banks, tensors: Sequence[HeldTensor]) -> None:
+    """Raises FindingsError naming every tensor that the banks do not hold in the shape the rules need."""
     findings = []
     leaves = bank_layout(banks, [place for item in tensors for place in item.places])
-    again = "import the checkpoint again"
     for item in tensors:
         if item.carried and not banks.has(CARRIED, item.entry.name):
-            findings.append(Finding(f"tensor {item.entry.name}", "nothing in carried", "its bytes", again))
+            findings.append(Finding(f"tensor {item.entry.name}", "nothing in carried", "its bytes", AGAIN))
         elif not item.carried and not item.places and item.entry.name not in banks.manifest.zeros:
             findings.append(
                 Finding(f"tensor {item.entry.name}", "no rule for it", "a rule", "use the dewconv it was imported with")
             )
     for path, leaf in leaves.items():
         if not banks.has(leaf.bank, leaf.key):
-            findings.append(Finding(f"parameter {path}", f"nothing in {leaf.bank}", f"{leaf.key}", again))
+            findings.append(Finding(f"parameter {path}", f"nothing in {leaf.bank}", f"{leaf.key}", AGAIN))
             continue
         shape = banks.headers[f"{leaf.bank}.safetensors"].entries[leaf.key].shape
         if shape != leaf.stored_shape:
             findings.append(
-                Finding(f"parameter {path}", f"shape {list(shape)}", f"shape {list(leaf.stored_shape)}", again)
+                Finding(f"parameter {path}", f"shape {list(shape)}", f"shape {list(leaf.stored_shape)}", AGAIN)
             )
     if findings:
         raise FindingsError(str(banks.path), findings)
@@ -383,22 +403,31 @@ def _shards(
     return headers, index_text(weight_map, sum(header.data_bytes for header in headers.values()))
 
 
-def _parts(plan: ExportPlan) -> Callable[[TensorEntry], Sequence[Part]]:
+def _jobs(plan: ExportPlan, check: BankCheck) -> list[FileJob]:
+    """The shards to be written. The layers of a bank are read in order, so that `check` takes each as it is read."""
     banks = plan.banks
     tensors = {item.entry.name: item for item in held_tensors(banks)}
     leaves = bank_layout(banks, [place for item in tensors.values() for place in item.places])
 
     def read(place: Placement) -> np.ndarray:
         leaf = leaves[place.leaf]
+        check.take(leaf.bank, leaf.key, (leaf.row + 1, leaf.rows))
         return leaf.place(place.leaf_view).apply(banks.array(leaf.bank, leaf.key))
+
+    def carried(name: str) -> np.ndarray:
+        check.take(CARRIED, name)
+        return banks.open(CARRIED).raw(name)
 
     def parts(entry: TensorEntry) -> Sequence[Part]:
         item = tensors[plan.origins[entry.name]]
         if item.carried:
-            return (raw_part(entry, lambda: banks.open(CARRIED).raw(item.entry.name)),)
+            return (raw_part(entry, lambda: carried(item.entry.name)),)
         return target_parts(item.places, numpy_dtype(entry.dtype), read, entry.name)
 
-    return parts
+    def rank(entry: TensorEntry) -> int:
+        return max((leaves[place.leaf].row for place in tensors[plan.origins[entry.name]].places), default=0)
+
+    return [FileJob(shard, header, parts, rank) for shard, header in plan.headers.items()]
 
 
 def _check_written(plan: ExportPlan, stage: Path) -> None:

@@ -21,7 +21,7 @@ from .parts import Coding, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import
 from .safetensors_files import MappedFile, TensorEntry, TensorSpec, lay_out
 from .source import CONFIG, INDEX, Source
-from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
+from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
 from .writing import FileJob, Progress, raw_part, write_files
 
 PROVEN_GATE = 3
@@ -80,36 +80,37 @@ def run_import(
     ConversionError, also when a source tensor's declared zero padding is not zero, or a packed one's shape is not
     what is recorded beside it.
     """
-    out = Path(out)
+    out = output_path(out)
     refuse_output(out, overwrite, (plan.source.root,), MANIFEST)
     refuse_without_room(out, plan.bank_bytes)
     maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
     _check_zeros(plan, maps)
     _check_shapes(plan, maps)
-    with staged(out) as stage:
+    with staged(out, overwrite, MANIFEST) as stage:
         checksums = write_files(
             stage, [*_bank_jobs(plan, maps), *carried_job(fill_carried(plan, maps))], progress, threads
         )
-        copy_source(plan.source, stage)
-        write_bytes(stage / MANIFEST, manifest_of(plan, checksums).to_bytes())
+        beside = copy_source(plan.source, stage)
+        write_bytes(stage / MANIFEST, manifest_of(plan, checksums, beside).to_bytes())
     return open_banks(out)
 
 
-def copy_source(source: Source, stage: Path) -> None:
-    """Writes what a bank directory keeps of its source beside weights: config, index, side files, headers."""
-    write_bytes(stage / SOURCE / CONFIG, source.config_text)
+def copy_source(source: Source, stage: Path) -> dict[str, str]:
+    """Writes what a bank directory keeps of its source beside weights: config, index, side files, headers. Returns
+    file -> xxh3."""
+    texts = {f"{SOURCE}/{CONFIG}": source.config_text}
     if source.index_text is not None:
-        write_bytes(stage / SOURCE / INDEX, source.index_text)
+        texts[f"{SOURCE}/{INDEX}"] = source.index_text
+    texts |= {f"{HEADERS}/{shard}.json": header.text for shard, header in source.headers.items()}
+    copied = {name: write_bytes(stage / name, text) for name, text in texts.items()}
     for item in source.side_files:
-        copy_file(source.root / item.path, stage / SOURCE / item.path)
-    for shard, header in source.headers.items():
-        write_bytes(stage / HEADERS / f"{shard}.json", header.text)
+        name = f"{SOURCE}/{item.path}"
+        copied[name] = copy_file(source.root / item.path, stage / name)
+    return copied
 
 
-def manifest_of(
-    plan: ImportPlan, checksums: Mapping[str, Mapping[str, str]], changed: tuple[str, ...] = ()
-) -> Manifest:
-    """The manifest of banks laid out by `plan`. changed: further reasons why an export is not byte-exact."""
+def manifest_of(plan: ImportPlan, checksums: Mapping[str, Mapping[str, str]], beside: Mapping[str, str]) -> Manifest:
+    """The manifest of banks laid out by `plan`. checksums, beside: of tensors and of the files beside them."""
     return Manifest(
         family=plan.family.name,
         model_type=plan.model_type,
@@ -117,12 +118,13 @@ def manifest_of(
         source=_source_record(plan.source),
         spelling=plan.spelling,
         dtype=plan.dtype,
-        inexact=(*plan.inexact, *changed),
+        inexact=plan.inexact,
         text_only=plan.text_only,
         codec=plan.codec.name,
         quantized=plan.quantized,
         coded=_coded(plan),
         files={name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()},
+        beside={name: {"xxh3": digest} for name, digest in beside.items()},
         aliases={alias.name: alias.of for alias in plan.aliases},
         carried={item.name: item.why for item in plan.carried},
         zeros=tuple(dict.fromkeys(name for name, _ in plan.zeros)),

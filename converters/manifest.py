@@ -14,6 +14,8 @@ One JSON object:
     coded               bank file -> key -> how codes decode (`parts.Coding`): format, dtype and shape of the leaf,
                         and how many of its elements, per axis, an element of codes and of scales stands for
     files               bank file -> key -> {"xxh3": checksum of the stored bytes}
+    beside              every file under source/ and headers/ -> {"xxh3": checksum of its bytes}; absent in banks that
+                        were written before it was
     aliases             tensor -> the tensor it is an equal copy of
     carried             tensor -> why it is kept verbatim
     zeros               tensors with declared zero padding
@@ -29,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from ..dew_core.fields import DecoderFields
-from ..families.errors import ConversionError
+from ..families.errors import ConversionError, FindingsError
 from ..families.family import Spelling
+from .manifest_checks import AGAIN, manifest_findings
 from .parts import Coding
+from .source import read_json_object
 
 MANIFEST = "dewconv.json"
 FORMAT = "dewconv banks"
@@ -54,6 +58,7 @@ class Manifest:
     quantized: str | None
     coded: Mapping[str, Mapping[str, Coding]]
     files: Mapping[str, Mapping[str, Mapping[str, str]]]
+    beside: Mapping[str, Mapping[str, str]]
     aliases: Mapping[str, str]
     carried: Mapping[str, str]
     zeros: tuple[str, ...]
@@ -86,6 +91,7 @@ class Manifest:
                 name: {key: item.to_json() for key, item in codings.items()} for name, codings in self.coded.items()
             },
             "files": {name: dict(tensors) for name, tensors in self.files.items()},
+            "beside": {name: dict(item) for name, item in self.beside.items()},
             "aliases": dict(self.aliases),
             "carried": dict(self.carried),
             "zeros": list(self.zeros),
@@ -97,63 +103,47 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a bank directory. Raises ConversionError when there is none, or it is damaged or newer."""
+    """The manifest of a bank directory, every field of it checked (`manifest_checks`).
+
+    Raises ConversionError when there is none, or it is of another format or version; FindingsError naming every field
+    that is missing or cannot be what an import wrote.
+    """
     path = directory / MANIFEST
     if not path.is_file():
         raise ConversionError(f"{directory}: is not a bank directory, it has no {MANIFEST}")
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
-        raise ConversionError(f"{path}: is not valid JSON; import the checkpoint again") from None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ConversionError(f"{path}: is not a manifest of {FORMAT}")
-    if value.get("version") != VERSION:
+    value = read_json_object(path.read_bytes(), str(path))
+    if value.get("format") != FORMAT:
+        raise ConversionError(f"{path}: format is {value.get('format')!r:.80}, not {FORMAT!r}; {AGAIN}")
+    version = value.get("version")
+    if version != VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > VERSION
         raise ConversionError(
-            f"{path}: has format version {value.get('version')!r}, this dewconv reads {VERSION}; use a newer dewconv"
+            f"{path}: has format version {version!r:.80}, this dewconv reads {VERSION}; "
+            + ("use a newer dewconv" if newer else AGAIN)
         )
-    try:
-        manifest = _from_json(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConversionError(f"{path}: is damaged ({error!r}); import the checkpoint again") from None
-    for name in (*manifest.files, *manifest.shards, *manifest.side_files):
-        if not _stays_inside(name):
-            raise ConversionError(f"{path}: names {name!r}, which leads out of the directory")
-    return manifest
-
-
-def _from_json(value: Mapping[str, Any]) -> Manifest:
-    source = value["source"]
-    if not isinstance(source["shards"], list) or not isinstance(source["files"], dict):
-        raise TypeError("source")
+    value = {"quantized": None, "coded": {}, **value}  # not in manifests of the first imports
+    findings = manifest_findings(value)
+    if findings:
+        raise FindingsError(str(path), findings)
     return Manifest(
-        family=str(value["family"]),
-        model_type=str(value["model_type"]),
+        family=value["family"],
+        model_type=value["model_type"],
         fields=DecoderFields.from_json(value["decoder"]),
-        source=source,
+        source=value["source"],
         spelling=Spelling(**value["spelling"]),
-        dtype=str(value["dtype"]),
+        dtype=value["dtype"],
         inexact=tuple(value["inexact"]),
-        text_only=bool(value["text_only"]),
-        codec=str(value["codec"]),
-        quantized=value.get("quantized"),
+        text_only=value["text_only"],
+        codec=value["codec"],
+        quantized=value["quantized"],
         coded={
             name: {key: Coding.from_json(item) for key, item in codings.items()}
-            for name, codings in value.get("coded", {}).items()
+            for name, codings in value["coded"].items()
         },
-        files={name: {key: dict(item) for key, item in keys.items()} for name, keys in value["files"].items()},
-        aliases=dict(value["aliases"]),
-        carried=dict(value["carried"]),
+        files=value["files"],
+        beside=value.get("beside", {}),
+        aliases=value["aliases"],
+        carried=value["carried"],
         zeros=tuple(value["zeros"]),
         side_files=tuple(value["side_files"]),
-    )
-
-
-def _stays_inside(name: Any) -> bool:
-    return (
-        isinstance(name, str)
-        and bool(name)
-        and "\0" not in name
-        and "\\" not in name
-        and not name.startswith("/")
-        and ".." not in name.split("/")
     )

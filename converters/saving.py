@@ -22,7 +22,7 @@ from .parts import whole_tensor
 from .plan import ImportPlan, plan_import
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
 from .source import CONFIG, INDEX, Source, open_source
-from .staging import copy_file, refuse_output, refuse_without_room, staged, write_bytes
+from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
 from .trees import LeafArray, layer_leaves
 from .writing import FileJob, Progress, raw_part, write_files
 
@@ -51,7 +51,7 @@ class _Like:
     manifest: Manifest
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     root: Path
-    copy_beside: Callable[[Path], None]
+    copy_beside: Callable[[Path], Mapping[str, str]]
     carried: Sequence[tuple[TensorSpec, Part]] = field(repr=False)
 
 
@@ -78,7 +78,7 @@ def save(
     Raises FindingsError naming every leaf that is missing, not the decoder's (a LoRA's), or of another shape, and
     every array that lies on other processes. Raises ConversionError as an import does.
     """
-    out = Path(path)
+    out = output_path(path)
     source = _like(like)
     _refuse_other_decoder(model, source.manifest.fields)
     leaves, findings = layer_leaves(variables)
@@ -93,10 +93,9 @@ def save(
     )
     refuse_output(out, overwrite, (source.root,), MANIFEST)
     refuse_without_room(out, sum(tensor.nbytes for tensor in layout.tensors))
-    with staged(out) as stage:
+    with staged(out, overwrite, MANIFEST) as stage:
         checksums = write_files(stage, [*_bank_jobs(layout, leaves), *carried_job(source.carried)], progress, threads)
-        source.copy_beside(stage)
-        manifest = _manifest(source.manifest, decoder, checksums)
+        manifest = _manifest(source.manifest, decoder, checksums, source.copy_beside(stage))
         write_bytes(stage / MANIFEST, manifest.to_bytes())
     return open_banks(out)
 
@@ -117,9 +116,10 @@ def _like_banks(banks: Banks) -> _Like:
     names += [f"{SOURCE}/{name}" for name in manifest.side_files]
     names += [f"{HEADERS}/{shard}.json" for shard in manifest.shards]
 
-    def copy_beside(stage: Path) -> None:
-        for name in names:
-            copy_file(banks.path / name, stage / name)
+    def copy_beside(stage: Path) -> dict[str, str]:
+        copied = {name: copy_file(banks.path / name, stage / name) for name in names}
+        # What was damaged since the import is not taken for whole by copying it.
+        return {name: manifest.beside.get(name, {}).get("xxh3", digest) for name, digest in copied.items()}
 
     logical = logical_tensors(banks)
     carried = _decoded(manifest.carried, logical) if manifest.quantized == "keep" else manifest.carried
@@ -149,7 +149,7 @@ def _like_plan(plan: ImportPlan) -> _Like:
     source = plan.source
     maps = {name: source.open_shard(name) for name in source.headers}
     return _Like(
-        manifest_of(plan, {}),
+        manifest_of(plan, {}, {}),
         leaf_shapes(plan.placements),
         source.root,
         lambda stage: copy_source(source, stage),
@@ -225,11 +225,17 @@ def _bank_jobs(layout: Layout, leaves: Mapping[str, LeafArray]) -> list[FileJob]
     ]
 
 
-def _manifest(like: Manifest, decoder: DecoderFields, checksums: Mapping[str, Mapping[str, str]]) -> Manifest:
+def _manifest(
+    like: Manifest,
+    decoder: DecoderFields,
+    checksums: Mapping[str, Mapping[str, str]],
+    beside: Mapping[str, str],
+) -> Manifest:
     values = {f.name: getattr(like, f.name) for f in fields(Manifest)}
     values["fields"] = decoder
     values["quantized"] = None if like.quantized is None else "decode"
     values["coded"] = {}
+    values["beside"] = {name: {"xxh3": digest} for name, digest in beside.items()}
     values["inexact"] = tuple(dict.fromkeys((*like.inexact, CHANGED)))
     values["files"] = {
         name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()

@@ -37,6 +37,20 @@ def is_inside(path: Path, roots: Sequence[Path]) -> bool:
     return any(resolved.is_relative_to(root) for root in roots)
 
 
+def fault_of_file(path: Path, roots: Sequence[Path]) -> str | None:
+    """Why `path` cannot be read as a file of a directory, None when it can: there is none, it is a link to nothing or
+    out of the (resolved) `roots`, or it is no regular file. Opening a pipe or a device would wait for ever."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {path.readlink()}, which does not exist"
+    if not path.exists():
+        return "no such file"
+    if not is_inside(path, roots):
+        return "a link that leads out of the directory"
+    if path.is_dir():
+        return "a directory"
+    return None if path.is_file() else "a pipe, a socket or a device"
+
+
 def allowed_roots(directory: Path) -> tuple[Path, ...]:
     """Where files of a checkpoint directory may lie: in itself, and for a snapshot of the hub cache
     (`models--org--name/snapshots/<commit>`) in that repository's own `blobs`."""

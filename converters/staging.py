@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import xxhash
 
 from ..families.errors import ConversionError
 
@@ -40,11 +43,20 @@ def refuse_without_room(out: Path, needed: int) -> None:
         raise ConversionError(f"{out}: needs {needed} bytes, {parent} has {free} free")
 
 
+def output_path(out: str | Path) -> Path:
+    """`out` as a path. Raises ConversionError for an empty name, which a path takes for the current directory."""
+    if not str(out):
+        raise ConversionError("the output directory has an empty name; name one")
+    return Path(out)
+
+
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
+def staged(out: Path, overwrite: bool = False, mark: str = "") -> Iterator[Path]:
     """A new directory beside `out` that becomes `out` when the block ends, and is removed when it raises.
 
-    What stood at `out` stays whole until then. Raises ConversionError when the directory cannot be written.
+    What stood at `out` stays whole until then. overwrite, mark: whether what stands there at the end may be replaced,
+    as `refuse_output` has it: what appeared while the block ran never is without `overwrite`. Raises ConversionError
+    when the directory cannot be written.
     """
     parent = out.absolute().parent
     stage = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
@@ -53,7 +65,7 @@ def staged(out: Path) -> Iterator[Path]:
         stage.mkdir()
         yield stage
         _sync_tree(stage)
-        _swap(stage, out)
+        _place(stage, out, overwrite, mark)
     except OSError as error:
         raise ConversionError(f"{out}: cannot be written ({error})") from error
     finally:
@@ -61,36 +73,61 @@ def staged(out: Path) -> Iterator[Path]:
     sync_directory(parent)
 
 
-def _swap(stage: Path, out: Path) -> None:
-    if not out.exists():
-        os.rename(stage, out)
+def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
+    """Renames `stage` to `out`. A rename replaces nothing but an empty directory, so that of several processes one
+    wins."""
+    if _renamed(stage, out):
         return
+    if not overwrite:
+        raise ConversionError(
+            f"{out}: appeared while this ran, written by another process; it is left as it is, and nothing else was "
+            "written"
+        )
+    refuse_output(out, overwrite, (), mark)
     old = stage.with_suffix(".replaced")
     os.rename(out, old)
     try:
-        os.rename(stage, out)
+        placed = _renamed(stage, out)
     except BaseException:
         os.rename(old, out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    if not placed:
+        raise ConversionError(f"{out}: was replaced by another process at the same moment; that one's is kept")
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a new file and makes it durable."""
+def _renamed(stage: Path, out: Path) -> bool:
+    """Whether `stage` could be renamed to `out`; not when something stands there."""
+    try:
+        os.rename(stage, out)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and (out.is_symlink() or out.exists()):
+            return False
+        raise
+    return True
+
+
+def write_bytes(path: Path, data: bytes) -> str:
+    """Writes a new file, makes it durable and returns its xxh3."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return xxhash.xxh3_64_hexdigest(data)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copies a file's bytes (a link's target, not the link) and makes the copy durable."""
+def copy_file(source: Path, target: Path) -> str:
+    """Copies a file's bytes (a link's target, not the link), makes the copy durable and returns its xxh3."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    digest = xxhash.xxh3_64()
     with source.open("rb") as reader, target.open("xb") as writer:
-        shutil.copyfileobj(reader, writer, 1 << 20)
+        while block := reader.read(1 << 20):
+            digest.update(block)
+            writer.write(block)
         writer.flush()
         os.fsync(writer.fileno())
+    return digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

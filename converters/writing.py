@@ -23,12 +23,14 @@ Progress = Callable[[str, int, int], None]
 class FileJob:
     """A file to be written: its header, and what fills each of its tensors.
 
-    A tensor whose dtype packs elements is filled by one part of its bytes, uint8.
+    A tensor whose dtype packs elements is filled by one part of its bytes, uint8. rank: which of several tensors of
+    one size is filled first.
     """
 
     name: str
     header: Header
     parts: Callable[[TensorEntry], Sequence[Part]]
+    rank: Callable[[TensorEntry], int] = lambda entry: 0
 
 
 def write_files(
@@ -81,6 +83,7 @@ def write_files(
         for job in jobs:
             writers[job.name] = FileWriter(directory / job.name, job.header)
         items = [(job, entry) for job in jobs for entry in job.header.entries.values()]
+        items.sort(key=lambda item: item[0].rank(item[1]))
         run_parallel(fill, items, lambda item: item[1].nbytes, threads)
         for job in jobs:
             writers[job.name].close()

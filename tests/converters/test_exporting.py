@@ -329,9 +329,9 @@ class TestBankDirectory:
         [
             (lambda m: m.update(version=99), "version 99"),
             (lambda m: m.update(version=None), "version None"),
-            (lambda m: m.update(format="other"), "not a manifest"),
-            (lambda m: m.pop("decoder"), "damaged"),
-            (lambda m: m["decoder"].update(no_such_field=1), "damaged"),
+            (lambda m: m.update(format="other"), "format is 'other'"),
+            (lambda m: m.pop("decoder"), "field decoder: found nothing"),
+            (lambda m: m["decoder"].update(no_such_field=1), "no_such_field"),
             (lambda m: m["source"].update(shards=["../x.safetensors"]), "leads out"),
             (lambda m: m.update(side_files=["/etc/passwd"]), "leads out"),
             (lambda m: m["files"].update({"more.safetensors": {}}), "more.safetensors: found no such file"),
