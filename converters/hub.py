@@ -36,9 +36,11 @@ def snapshot(
     token: str | None = None,
     cache_dir: Path | None = None,
     offline: bool = False,
+    near: str = "",
 ) -> Path:
     """The local snapshot directory of `repo` at `revision`, downloaded when the cache lacks it.
 
+    `repo` is also the name of no local directory; near is said with it, of one that may have been meant.
     The library's own environment is honoured (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN). Raises
     ConversionError with one line for each way this fails; the token appears in none.
     """
@@ -62,9 +64,9 @@ def snapshot(
     except errors.RevisionNotFoundError:
         raise ConversionError(f"{repo}: the hub has no revision {revision!r}") from None
     except errors.LocalEntryNotFoundError as error:
-        raise ConversionError(_not_cached(at, error, offline)) from None
+        raise ConversionError(_not_cached(at, error, offline) + near) from None
     except errors.HfHubHTTPError as error:
-        raise ConversionError(_refused(at, error.response.status_code)) from None
+        raise ConversionError(_refused(at, error.response.status_code) + near) from None
     except errors.HFValidationError:
         raise ConversionError(f"{repo}: neither an existing directory nor a valid hub id") from None
     except OSError as error:
@@ -75,8 +77,8 @@ def snapshot(
 def _refused(at: str, status: int) -> str:
     if status in (401, 404):
         return (
-            f"{at}: the hub knows no such repository, or it is private ({status}); check the spelling, "
-            "or give a token that has access (HF_TOKEN)"
+            f"{at}: no such directory, and the hub knows no such repository, or it is private ({status}); "
+            "check the spelling, or give a token that has access (HF_TOKEN)"
         )
     if status == 403:
         return f"{at}: access is forbidden (403); the token given has no access to this repository"
@@ -91,5 +93,11 @@ def _not_cached(at: str, error: Exception, offline: bool) -> str:
     if isinstance(error, errors.IncompleteSnapshotError):
         return f"{at}: the cached copy is incomplete and the hub cannot be reached; go online to finish it"
     if offline or constants.HF_HUB_OFFLINE:
-        return f"{at}: not in the local cache, and offline mode is on; go online or give a local directory"
-    return f"{at}: not in the local cache, and the hub cannot be reached; check the connection"
+        return (
+            f"{at}: no such directory, and as a hub id (org/name) not in the local cache, and offline mode is on; "
+            "correct the path, or go online"
+        )
+    return (
+        f"{at}: no such directory, and as a hub id (org/name) not in the local cache, and the hub cannot be reached; "
+        "correct the path, or check the connection"
+    )

@@ -378,7 +378,7 @@ def _assemble(
     if text_only and is_wrapped(source):
         inexact.append("only the text half of the wrapper was imported")
     differing = [leaf.key for leaf in layout.leaves.values() if "@" in leaf.key]
-    told = [*source.notices, *notices]
+    told = [*source.notices, *notices, *source.left_behind]
     if differing:
         names = sorted({key.rpartition("@")[0] for key in differing})
         told.append(f"dtypes differ between layers, stored layer by layer: {', '.join(names)}")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from .hub import is_hub_id, snapshot
 from .safetensors_files import Header, MappedFile, TensorEntry, read_header
-from .side_files import PICKLES, SideFile, Skipped, allowed_roots, is_inside, survey
+from .side_files import PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHOWN = 4
+"""The most files of one kind that a notice names."""
 _SNAPSHOT_REPOSITORY = re.compile(r"models--(.+?)--(.+)")
 
 
@@ -67,6 +70,20 @@ class Source:
     def weight_bytes(self) -> int:
         return sum(header.data_bytes for header in self.headers.values())
 
+    @property
+    def left_behind(self) -> list[str]:
+        """What an import leaves behind of the directory, a line for each reason; pickles are in `notices`."""
+        why: dict[str, list[str]] = {}
+        for item in self.skipped:
+            if not item.path.endswith(PICKLES):
+                why.setdefault(item.why, []).append(item.path)
+        return [
+            f"left behind: {', '.join(names[:SHOWN])}"
+            + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            + f" ({reason})"
+            for reason, names in why.items()
+        ]
+
     def open_shard(self, name: str) -> MappedFile:
         """A shard's map. Raises ConversionError when the file is no longer the one whose header was read."""
         try:
@@ -95,23 +112,38 @@ def open_source(
     pickled weights, a fault of a header or of the index (every fault of an index at once, as FindingsError).
     """
     text = str(target)
+    if not text:
+        raise ConversionError("the source has an empty name; name a directory or a hub id (org/name)")
     path = Path(target).expanduser()
     if path.exists():
         root, repo, commit = _local_root(path, revision)
+    elif path.is_symlink():
+        raise ConversionError(f"{text}: is a link to {path.readlink()}, which does not exist")
     elif is_hub_id(text):
-        root = snapshot(text, revision, token, Path(cache_dir) if cache_dir else None, offline)
+        root = snapshot(text, revision, token, Path(cache_dir) if cache_dir else None, offline, _near(path))
         repo, commit = text, root.name
     else:
-        raise ConversionError(f"{text}: no such directory (a hub id looks like org/name)")
+        raise ConversionError(f"{text}: no such directory (a hub id looks like org/name){_near(path)}")
     try:
         return _read(text, root, repo, commit)
     except OSError as error:
         raise ConversionError(f"{text}: cannot be read ({error})") from error
 
 
+def _near(path: Path) -> str:
+    """The directory beside `path` whose name is nearest to its own, as a question; nothing when none is near."""
+    try:
+        names = [item.name for item in path.parent.iterdir() if item.is_dir()]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, names, n=1)
+    return f". Did you mean {path.parent / close[0]}?" if close else ""
+
+
 def _local_root(path: Path, revision: str | None) -> tuple[Path, str | None, str | None]:
     if not path.is_dir():
-        raise ConversionError(f"{path}: is a file; give the directory that holds config.json and the weights")
+        what = "a file" if path.is_file() else "a pipe, a socket or a device"
+        raise ConversionError(f"{path}: is {what}; give the directory that holds config.json and the weights")
     if (path / "snapshots").is_dir() and path.name.startswith("models--") and not (path / CONFIG).exists():
         path = _cached_snapshot(path, revision)
     elif revision is not None:
@@ -142,22 +174,21 @@ def _cached_snapshot(repository: Path, revision: str | None) -> Path:
 def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Source:
     roots = allowed_roots(root)
     config_path = root / CONFIG
-    if not config_path.exists():
+    if not _stands(config_path):
         raise ConversionError(f"{label}: has no {CONFIG}; give a Hugging Face checkpoint directory")
-    if not is_inside(config_path, roots):
-        raise ConversionError(f"{label}: {CONFIG} is a link that leads out of the directory")
+    _refuse_unreadable(config_path, roots, label)
     config_text = config_path.read_bytes()
     config = read_json_object(config_text, CONFIG)
-    index_text, shards = _shards(root)
-    _refuse_outside(root, shards)
+    index_text, shards = _shards(root, label)
     notices: list[str] = []
     headers: dict[str, Header] = {}
     if index_text is not None:
         weight_map = _weight_map(index_text)
-        _refuse_missing(root, weight_map)
+        _refuse_missing(root, roots, weight_map)
         headers = {shard: read_header(root / shard) for shard in shards}
         notices += _check_index(weight_map, headers)
     elif shards:
+        _refuse_unreadable(root / SINGLE, roots, label)
         headers = {shard: read_header(root / shard) for shard in shards}
     else:
         _refuse_pickles(root, label)
@@ -210,17 +241,27 @@ def read_json_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _shards(root: Path) -> tuple[bytes | None, tuple[str, ...]]:
+def _stands(path: Path) -> bool:
+    """Whether anything is called `path`, a link to nothing included."""
+    return path.is_symlink() or path.exists()
+
+
+def _refuse_unreadable(path: Path, roots: Sequence[Path], label: str) -> None:
+    fault = fault_of_file(path, roots)
+    if fault is not None:
+        raise ConversionError(f"{label}: {path.name} is {fault}; put the file itself there")
+
+
+def _shards(root: Path, label: str) -> tuple[bytes | None, tuple[str, ...]]:
     """(index text, shard names) as the directory states them; no shard is opened here."""
     index = root / INDEX
     single = root / SINGLE
-    if not index.exists():
-        return None, (SINGLE,) if single.exists() else ()
-    if not is_inside(index, allowed_roots(root)):
-        raise ConversionError(f"{INDEX}: is a link that leads out of the directory")
+    if not _stands(index):
+        return None, (SINGLE,) if _stands(single) else ()
+    _refuse_unreadable(index, allowed_roots(root), label)
     text = index.read_bytes()
     shards = tuple(dict.fromkeys(_weight_map(text).values()))
-    if single.exists() and SINGLE not in shards:
+    if _stands(single) and SINGLE not in shards:
         raise ConversionError(
             f"both {SINGLE} and {INDEX}, which does not name it, are present; remove the one that is not meant"
         )
@@ -231,7 +272,9 @@ def _weight_map(text: bytes) -> dict[str, str]:
     """tensor -> shard. Raises FindingsError naming every entry that is not the plain name of a safetensors file."""
     weight_map = read_json_object(text, INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ConversionError(f"{INDEX}: has no weight_map object")
+        raise ConversionError(f"{INDEX}: has no weight_map object; fetch the index again")
+    if not weight_map:
+        raise ConversionError(f"{INDEX}: its weight_map is empty, so it names no shard; fetch the index again")
     escapes = [
         Finding(
             f"{INDEX} entry {name!r}", repr(shard), "a plain file name ending in .safetensors", "fetch the index again"
@@ -253,24 +296,18 @@ def _is_plain(shard: Any) -> bool:
     )
 
 
-def _refuse_outside(root: Path, shards: tuple[str, ...]) -> None:
-    roots = allowed_roots(root)
-    for shard in shards:
-        if (root / shard).exists() and not is_inside(root / shard, roots):
-            raise ConversionError(f"{shard}: is a link that leads out of the directory; copy the file itself here")
-
-
-def _refuse_missing(root: Path, weight_map: Mapping[str, str]) -> None:
+def _refuse_missing(root: Path, roots: Sequence[Path], weight_map: Mapping[str, str]) -> None:
     findings = []
     for shard in sorted(set(weight_map.values())):
-        if not (root / shard).is_file():
+        fault = fault_of_file(root / shard, roots)
+        if fault is not None:
             held = [name for name, file in weight_map.items() if file == shard]
             findings.append(
                 Finding(
                     f"shard {shard}",
-                    "no such file",
+                    fault,
                     f"{len(held)} tensor(s) of the index, {held[0]!r} first",
-                    "finish the download",
+                    "finish the download, or put the file itself there",
                 )
             )
     if findings:
