@@ -80,13 +80,20 @@ def without_bars(
     return on
 
 
+def named(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A path or a hub id. Raises BadParameter for an empty one, which a path takes for the current directory."""
+    if value == "":
+        raise click.BadParameter("The name is empty. Name a directory, or a hub id (org/name) where one is read.")
+    return value
+
+
 quiet_option = click.option("--quiet", "-q", is_flag=True, callback=without_bars, help="No progress, notes or summary.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete.")
 
 
 @command("import")
-@click.argument("source")
-@click.argument("out", required=False, type=click.Path())
+@click.argument("source", callback=named)
+@click.argument("out", required=False, type=click.Path(), callback=named)
 @hub_options
 @click.option("--dtype", type=click.Choice(STORED_DTYPES), default="keep", help="Cast matrices (default: keep).")
 @click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
@@ -128,7 +135,8 @@ def import_command(
     target = out if out is not None else f"{name}-banks"
     if dry_run:
         return show_plan(plan, target, as_json)
-    tell(plan.warnings, () if quiet else plan.notices)
+    inexact = [f"the export will not be byte-exact: {reason}" for reason in plan.inexact]
+    tell(plan.warnings, () if quiet else [*plan.notices, *inexact])
     clock = console.Clock()
     with console.progress("import", len(plan.layout.banks()) + bool(plan.carried), quiet) as progress:
         banks = plan.run(target, overwrite=overwrite, progress=progress)
@@ -184,8 +192,8 @@ def tell(warnings: Sequence[str], notices: Sequence[str]) -> None:
 
 
 @command("export")
-@click.argument("banks", type=click.Path())
-@click.argument("out", type=click.Path())
+@click.argument("banks", type=click.Path(), callback=named)
+@click.argument("out", type=click.Path(), callback=named)
 @click.option("--dtype", type=click.Choice(STORED_DTYPES), help="Cast matrices (default: what each tensor was).")
 @click.option("--max-shard-size", metavar="SIZE", help="Divide the tensors anew, 5GB or 5GiB say.")
 @click.option("--text-only", is_flag=True, help="The text half of a wrapper, as a checkpoint of its own.")
@@ -240,7 +248,7 @@ def known_checks(context: click.Context, parameter: click.Parameter, value: str 
 
 
 @command("verify")
-@click.argument("target", required=False)
+@click.argument("target", required=False, callback=named)
 @hub_options
 @click.option("--against", metavar="DIR", help="The checkpoint torch runs (default: the source of the banks).")
 @click.option("--family", metavar="NAME", help="Verify a tiny variant of a family, in place of a TARGET.")
@@ -285,7 +293,7 @@ def verify_command(
 
 
 @command("inspect")
-@click.argument("source")
+@click.argument("source", callback=named)
 @hub_options
 @click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
 def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: Any) -> int:
@@ -313,8 +321,8 @@ def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: 
 
 
 @command("diff")
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", callback=named)
+@click.argument("b", callback=named)
 @hub_options
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
 def diff_command(a: str, b: str, show_all: bool, as_json: bool, **hub: Any) -> int:
@@ -334,7 +342,7 @@ def diff_command(a: str, b: str, show_all: bool, as_json: bool, **hub: Any) -> i
 
 
 @command("generate")
-@click.argument("banks")
+@click.argument("banks", callback=named)
 @hub_options
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
@@ -434,12 +442,14 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except BaseException as error:
-        if meta.get("dewconv.debug"):
+        # What is no usage never got as far as the options that were given with it.
+        given = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        if meta.get("dewconv.debug") or "--debug" in given:
             import traceback
 
             traceback.print_exc()
         lines = _lines(error)
-        if meta.get("dewconv.json"):
+        if meta.get("dewconv.json") or "--json" in given:
             _document_error(error, lines)
         for line in lines:
             console.note("\n".join(console.printable(part) for part in line.split("\n")))
