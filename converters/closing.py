@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from ..families.errors import Finding
+from ..families.errors import Finding, FindingsError
 from ..families.family import Family, Spelling
 from ..families.rules import (
     Alias,
@@ -23,6 +24,8 @@ from ..families.rules import (
 )
 from .codecs import Logical, is_value
 
+MOST_TENSORS = 10_000_000
+"""More tensors than this are a damaged config: the largest releases have some hundred thousand."""
 _SHOWN = 4
 
 
@@ -84,6 +87,14 @@ def choose_spelling(
             )
         )
     return best, findings
+
+
+def refuse_too_many(statements: Sequence[Statement], where: str) -> None:
+    """Raises FindingsError for statements on more than `MOST_TENSORS` tensors, before a name is made for each."""
+    count = sum(prod(map(len, rule.over.values())) for rule in _every_rule(statements))
+    if count > MOST_TENSORS:
+        found = Finding("config.json", f"a decoder of {count} tensors", f"at most {MOST_TENSORS}", "correct its counts")
+        raise FindingsError(where, [found])
 
 
 def _every_rule(statements: Iterable[Statement]) -> Iterator[Rule]:

@@ -17,7 +17,7 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family, Spelling
 from ..families.registry import find
 from ..families.rules import Alias, Carried, Placement, View, leaf_shapes
-from .closing import CarriedTensor, Closing, choose_spelling, close, respell_statements
+from .closing import CarriedTensor, Closing, choose_spelling, close, refuse_too_many, respell_statements
 from .codecs import Codec, Grouping, Logical, Stored
 from .dtypes import FLOATS, is_float, nbytes
 from .layout import Layout, Leaf, file_name, is_part, lay_out_leaves
@@ -258,6 +258,7 @@ def examine_names(
     """The source's spelling, what the family's statements make of its tensors, those as logical ones, and everything
     that does not close."""
     statements = [*family.weights(fields), *family.carried(family.canonical(source.config).text)]
+    refuse_too_many(statements, source.label)
     grouping = codec.group(stored_tensors(source))
     spelling, findings = choose_spelling(family, statements, grouping.tensors)
     closing = close(respell_statements(statements, spelling), _beside(source, family), grouping.tensors)

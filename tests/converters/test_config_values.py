@@ -5,9 +5,10 @@ import json
 
 import pytest
 
+from dewconv.converters.inspection import inspect_source
 from dewconv.converters.plan import find_family, source_codec
 from dewconv.converters.source import open_source
-from dewconv.families import ConversionError
+from dewconv.families import ConversionError, find
 from dewconv.families.registry import families
 
 WRONG = ("words", [], [1], {}, {"a": 1}, True, -1, 0.5, 10**30, 10**400, float("inf"), float("nan"), None)
@@ -101,3 +102,11 @@ def test_what_is_needed_is_said(tiny, tmp_path, key, value, needed):
 def test_dtypes_that_are(tiny, tmp_path, dtype):
     _, problems = looked_at(tmp_path, {**tiny.qwen3_config(), "torch_dtype": dtype})
     assert problems == []
+
+
+@pytest.mark.parametrize("experts", [10**6, 2**31 - 1])
+def test_absurd_numbers_of_experts_are_refused_before_a_name_is_made_for_each(tmp_path, experts):
+    config = dict(next(iter(find("qwen3_moe").variants.values())).config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": experts, "num_hidden_layers": 100}))
+    with pytest.raises(ConversionError, match=r"config\.json: found a decoder of \d+ tensors, needed at most 10000000"):
+        inspect_source(open_source(tmp_path))
