@@ -11,6 +11,7 @@ from typing import Any
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import layer_plan
+from ..dew_core.records import MLA
 from .fields import (
     REQUIRED,
     Config,
@@ -21,6 +22,7 @@ from .fields import (
     flag,
     inert,
     layer_count,
+    optional,
     positive,
     same,
     value_of,
@@ -116,20 +118,69 @@ def widths(
             raise Unreadable("hidden_size", size, f"a multiple of num_attention_heads, {query}, or a stated head_dim")
         return {"head_dim": size // query}
 
+    *shape, reach, norms = sizes(vocab, hidden, intermediate, layers, longest, eps)
     return (
-        same("vocab_size", "vocab_size", count, vocab),
-        same("hidden_size", "emb_features", count, hidden),
-        same("intermediate_size", "mlp_features", count, intermediate),
-        same("num_hidden_layers", "num_layers", layer_count, layers),
+        *shape,
         via(
             ("num_attention_heads", "num_key_value_heads"),
             read_heads,
             lambda d: {"num_attention_heads": d.num_heads, "num_key_value_heads": d.kv_heads},
         ),
         via(("head_dim",), read_head_dim, lambda d: {"head_dim": d.head_features}),
+        reach,
+        norms,
+    )
+
+
+def sizes(vocab: Any, hidden: Any, intermediate: Any, layers: Any, longest: Any, eps: Any) -> tuple[Line, ...]:
+    """The sizes of a decoder beside its attention's. Each default is the config class's."""
+    return (
+        same("vocab_size", "vocab_size", count, vocab),
+        same("hidden_size", "emb_features", count, hidden),
+        same("intermediate_size", "mlp_features", count, intermediate),
+        same("num_hidden_layers", "num_layers", layer_count, layers),
         same("max_position_embeddings", "max_seq_len", count, longest),
         same("rms_norm_eps", "norm_eps", positive, eps),
     )
+
+
+def latent_sizes(heads: int, q_lora: int | None, kv_lora: int, nope: int, rope: int, value: int) -> tuple[Line, ...]:
+    """The sizes of latent attention, by DeepSeek's keys. Each default is the config class's.
+
+    `num_key_value_heads` is `num_attention_heads` where it is stated. `head_dim` says nothing: configs state the
+    rotary width, the other one, or hidden / heads, and the classes read the two widths alone.
+    """
+
+    def read(config: Config) -> Mapping[str, Any]:
+        query = value_of(config, "num_attention_heads", count, heads)
+        stated = config.get("num_key_value_heads")
+        if stated is not None and count("num_key_value_heads", stated) != query:
+            raise Unreadable("num_key_value_heads", stated, f"num_attention_heads, {query}: every head has its key")
+        mixer = MLA(
+            q_lora_rank=value_of(config, "q_lora_rank", optional(count), q_lora),
+            kv_lora_rank=value_of(config, "kv_lora_rank", count, kv_lora),
+            qk_nope_head_dim=value_of(config, "qk_nope_head_dim", count, nope),
+            qk_rope_head_dim=value_of(config, "qk_rope_head_dim", count, rope),
+            v_head_dim=value_of(config, "v_head_dim", count, value),
+        )
+        if mixer.qk_rope_head_dim % 2:
+            raise Unreadable("qk_rope_head_dim", mixer.qk_rope_head_dim, "an even number: positions turn pairs")
+        if config.get("qk_head_dim", mixer.head_dim) != mixer.head_dim:
+            raise Unreadable("qk_head_dim", config["qk_head_dim"], f"{mixer.head_dim}, the sum of its two parts")
+        return {"num_heads": query, "num_kv_heads": query, "mixer": mixer, "qk_norm": False}
+
+    def write(d: DecoderFields) -> Mapping[str, Any]:
+        written: dict[str, Any] = {"num_attention_heads": d.num_heads, "num_key_value_heads": d.kv_heads}
+        return written | {key: getattr(d.mixer, key) for key in LATENT_KEYS}
+
+    return (
+        via(("num_attention_heads", "num_key_value_heads", *LATENT_KEYS, "qk_head_dim"), read, write),
+        inert("head_dim", why="the widths of latent attention are qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
+    )
+
+
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""The config keys that are `records.MLA`'s fields."""
 
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_exact"}
@@ -254,6 +305,43 @@ def attention(d: DecoderFields) -> Iterator[Rule]:
             whole = d.qk_norm_scope == "projection"
             yield vector(f"{source}q_norm.weight", f"{leaf}q_norm/scale", query if whole else head_dim, over)
             yield vector(f"{source}k_norm.weight", f"{leaf}k_norm/scale", key_value if whole else head_dim, over)
+
+
+def latent_attention(d: DecoderFields) -> Iterator[Rule]:
+    """Latent attention of every layer whose mixer is an `MLA`: its projections down and up, their norms and biases.
+
+    `kv_a_proj_with_mqa` gives the latent, then the rotary key; `q_b_proj` a head's plain features, then its rotary
+    ones; `kv_b_proj` a head's key, then its value. The decoder cuts them where the file does.
+    """
+    mixers: dict[MLA, list[int]] = {}
+    for index, spec in enumerate(layer_plan(d).specs):
+        if isinstance(spec.kind.mixer, MLA):
+            mixers.setdefault(spec.kind.mixer, []).append(index)
+    output_bias = d.attention_bias if d.o_proj_bias is None else d.o_proj_bias
+    source, leaf = "model.layers.{l}.self_attn.", "layers_{l}/self_attn/"
+    for mixer, members in mixers.items():
+        over, query = {"l": members}, d.num_heads * mixer.head_dim
+        if mixer.q_lora_rank is None:
+            yield linear(f"{source}q_proj.weight", f"{leaf}q_proj/kernel", d.emb_features, query, over)
+        else:
+            yield linear(f"{source}q_a_proj.weight", f"{leaf}q_a_proj/kernel", d.emb_features, mixer.q_lora_rank, over)
+            if d.attention_bias:
+                yield vector(f"{source}q_a_proj.bias", f"{leaf}q_a_proj/bias", mixer.q_lora_rank, over)
+            yield vector(f"{source}q_a_layernorm.weight", f"{leaf}q_a_layernorm/scale", mixer.q_lora_rank, over)
+            yield linear(f"{source}q_b_proj.weight", f"{leaf}q_b_proj/kernel", mixer.q_lora_rank, query, over)
+        both, rank = mixer.kv_lora_rank + mixer.qk_rope_head_dim, mixer.kv_lora_rank
+        name = "kv_a_proj_with_mqa"
+        yield linear(f"{source}{name}.weight", f"{leaf}{name}/kernel", d.emb_features, both, over)
+        if d.attention_bias:
+            yield vector(f"{source}{name}.bias", f"{leaf}{name}/bias", both, over)
+        yield vector(f"{source}kv_a_layernorm.weight", f"{leaf}kv_a_layernorm/scale", rank, over)
+        expanded = d.num_heads * (mixer.qk_nope_head_dim + mixer.v_head_dim)
+        yield linear(f"{source}kv_b_proj.weight", f"{leaf}kv_b_proj/kernel", rank, expanded, over)
+        yield linear(
+            f"{source}o_proj.weight", f"{leaf}o_proj/kernel", d.num_heads * mixer.v_head_dim, d.emb_features, over
+        )
+        if output_bias:
+            yield vector(f"{source}o_proj.bias", f"{leaf}o_proj/bias", d.emb_features, over)
 
 
 def dense_layers(d: DecoderFields) -> dict[int, list[int]]:

@@ -7,11 +7,10 @@ transformers ignores them, and they are carried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ..dew_core.fields import DecoderFields
-from ..dew_core.records import Mixture
 from .blocks import (
     PRE_NORMS,
     activation,
@@ -25,93 +24,10 @@ from .blocks import (
     widths,
 )
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, inert, layer_count, positive, same, value_of, via
+from .fields import flag, inert, same, via
+from .mixtures import carried_depths, prediction_depths, sigmoid_experts
 from .rope import partial_rope
-from .rules import Carried, Statement
-
-DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""The releases' key, and transformers 5's (`Glm4MoeConfig.attribute_map`)."""
-
-
-def whole(key: str, value: Any) -> int:
-    """A whole number, 0 included; null is 0. Raises Unreadable."""
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Unreadable(key, value, "a whole number")
-    return value
-
-
-def read_mixture(config: Config) -> Mapping[str, Any]:
-    """The experts (`Glm4MoeMoE`, `Glm4MoeTopkRouter`): layers from `first_k_dense_replace` on are sparse."""
-    total = value_of(config, "n_routed_experts", count, 128)
-    chosen = value_of(config, "num_experts_per_tok", count, 8)
-    groups = value_of(config, "n_group", count, 1)
-    kept = value_of(config, "topk_group", count, 1)
-    if total % groups or total // groups < 2:
-        raise Unreadable("n_group", groups, f"a divisor of n_routed_experts, {total}, with two experts a group")
-    if kept > groups:
-        raise Unreadable("topk_group", kept, f"at most n_group, {groups}")
-    if chosen > kept * (total // groups):
-        raise Unreadable(
-            "num_experts_per_tok", chosen, f"at most the {kept * (total // groups)} experts of kept groups"
-        )
-    layers = value_of(config, "num_hidden_layers", layer_count, 46)
-    width = value_of(config, "moe_intermediate_size", count, 1408)
-    mixture = Mixture(
-        experts=total,
-        top_k=chosen,
-        layers=tuple(range(min(value_of(config, "first_k_dense_replace", whole, 1), layers), layers)),
-        score_function="sigmoid",
-        norm_topk_prob=value_of(config, "norm_topk_prob", flag, True),
-        scaling=float(value_of(config, "routed_scaling_factor", positive, 1.0)),
-        groups=groups,
-        groups_per_token=kept,
-        bias=True,
-        expert_features=width,
-        shared_features=width * value_of(config, "n_shared_experts", count, 1),
-    )
-    return {"mixture": mixture}
-
-
-def write_mixture(d: DecoderFields) -> Mapping[str, Any]:
-    mixture = d.mixture
-    if mixture is None or mixture.expert_features is None:
-        return {}
-    sparse = mixture.layers if mixture.layers is not None else range(d.num_layers)
-    return {
-        "n_routed_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
-        "n_group": mixture.groups,
-        "topk_group": mixture.groups_per_token,
-        "first_k_dense_replace": min(sparse, default=d.num_layers),
-        "moe_intermediate_size": mixture.expert_features,
-        "n_shared_experts": mixture.shared_features // mixture.expert_features,
-        "norm_topk_prob": mixture.norm_topk_prob,
-        "routed_scaling_factor": mixture.scaling,
-    }
-
-
-def depths(config: Config) -> int:
-    """How many prediction-depth layers a config announces, none where it names no count."""
-    return max((whole(key, config[key]) for key in DEPTHS if key in config), default=0)
-
-
-def read_depths(config: Config) -> Mapping[str, Any]:
-    depths(config)
-    return {}
-
-
-def notice_depths(config: Config) -> str | None:
-    found = depths(config)
-    return f"{found} prediction-depth layer(s) are carried for export and not computed" if found else None
-
-
-def carried(config: Config) -> Iterator[Carried]:
-    layers = value_of(config, "num_hidden_layers", layer_count, 46)
-    for index in range(layers, layers + depths(config)):
-        yield Carried(f"model.layers.{index}.", "a prediction-depth layer, which the decoder does not compute")
-
+from .rules import Statement
 
 FIELDS = (
     *bookkeeping(),
@@ -131,22 +47,19 @@ FIELDS = (
     same("attention_bias", "attention_bias", flag, False),
     same("use_qk_norm", "qk_norm", flag, False),
     partial_rope(default_factor=0.5),
-    via(
-        (
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "n_group",
-            "topk_group",
-            "first_k_dense_replace",
-            "moe_intermediate_size",
-            "n_shared_experts",
-            "norm_topk_prob",
-            "routed_scaling_factor",
-        ),
-        read_mixture,
-        write_mixture,
+    sigmoid_experts(
+        experts=128,
+        chosen=8,
+        groups=1,
+        kept=1,
+        first_dense=1,
+        width=1408,
+        shared=1,
+        normalised=True,
+        scaling=1.0,
+        layers=46,
     ),
-    via(DEPTHS, read_depths, lambda d: {}, "carried", notice_depths),
+    prediction_depths(),
     inert("output_router_logits", "router_aux_loss_coef", why="the training loss, and what the reference returns"),
     via(
         (),
@@ -259,5 +172,5 @@ FAMILY = Family(
     weights=weights,
     reference="transformers:Glm4MoeForCausalLM",
     variants=VARIANTS,
-    carried=carried,
+    carried=carried_depths(46),
 )

@@ -21,7 +21,9 @@ NORMS = tuple(
     for name in ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 )
 EMBED, HEAD, FINAL = "embed_tokens/embedding", "lm_head/kernel", "norm/scale"
-HEAD_AXIS = {Q: 1, K: 1, V: 1, OUT: 0, QB: 0, KB: 0, VB: 0}
+QA, QLB, KVA, KVB = (f"self_attn/{name}/kernel" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+QAB, KVAB = "self_attn/q_a_proj/bias", "self_attn/kv_a_proj_with_mqa/bias"
+HEAD_AXIS = {Q: 1, K: 1, V: 1, OUT: 0, QB: 0, KB: 0, VB: 0, QLB: 1, KVA: 1, KVB: 1, KVAB: 0}
 QK, QKN = (Q, K, QB, KB), (Q, K, QB, KB, QN, KN)
 
 EXPERTS = tuple(f"mlp/experts/{name}_proj/kernel" for name in ("gate", "up", "down"))

@@ -14,8 +14,10 @@ from .edits import (
     HEAD,
     KB,
     KN,
+    KVAB,
     NORMS,
     OB,
+    QAB,
     QB,
     QN,
     VB,
@@ -123,13 +125,17 @@ def input_norms_dropped(model: Model) -> Iterator[Seeded]:
         yield dropping(model, "both inputs", (NORMS[0], NORMS[2]), pre_norms=False)
 
 
+INPUT_BIASES = (QB, KB, VB, QAB, KVAB)
+"""Of grouped-query attention's projections, and of latent attention's."""
+
+
 def biases_dropped(model: Model) -> Iterator[Seeded]:
     d = model.fields
     if d.attention_bias:
-        yield dropping(model, "q, k, v and o", (QB, KB, VB, OB), attention_bias=False, o_proj_bias=False)
+        yield dropping(model, "q, k, v and o", (*INPUT_BIASES, OB), attention_bias=False, o_proj_bias=False)
     output = d.attention_bias if d.o_proj_bias is None else d.o_proj_bias
     if d.attention_bias and output:
-        yield dropping(model, "q, k and v", (QB, KB, VB), attention_bias=False, o_proj_bias=True)
+        yield dropping(model, "q, k and v", INPUT_BIASES, attention_bias=False, o_proj_bias=True)
     if output:
         yield dropping(model, "o", (OB,), o_proj_bias=False)
 

@@ -20,13 +20,13 @@ NAMES = "released_names.json"
 
 
 def released_configs(family: Family, directory: Path) -> dict[str, dict[str, Any]]:
-    """Release -> config.json for each `configs/<org>__<name>.json` under `directory` that is the family's and whose
-    weights are not quantised (a codec's business)."""
+    """Release -> config.json for each `configs/<org>__<name>.json` under `directory` that is the family's. How its
+    weights are quantised is a codec's business: `quantization_config` is a key like another."""
     owned = (*family.model_types, *(family.wrapper.model_types if family.wrapper else ()))
     found = {}
     for path in sorted((directory / CONFIGS).glob("*.json")):
         config = json.loads(path.read_text())
-        if config.get("model_type") in owned and not config.get("quantization_config"):
+        if config.get("model_type") in owned:
             found[path.stem] = config
     return found
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import layer_kinds, layer_types
-from ..dew_core.records import LayerKind, RopeScaling, YarnScaling
-from ..dew_core.rope import yarn_amplitude
+from ..dew_core.records import MLA, LayerKind, RopeScaling, YarnScaling
+from ..dew_core.rope import yarn_amplitude, yarn_softmax_correction
 from .edits import altered, together
 from .seeding import Fault, Model, Seeded, Seeds
 
@@ -76,7 +76,7 @@ def frequencies_as_theta(layer: LayerKind, model: Model) -> LayerKind | None:
     """The factor put on theta (NTK) where it divides the frequencies."""
     if layer.rope_scaling is None or layer.rope_scaling.rope_type != "linear":
         return None
-    dim = model.fields.head_features
+    dim = rotary_width(model.fields)
     theta = (layer.rope_theta or 1.0) * layer.rope_scaling.factor ** (dim / (dim - 2))
     return replace(layer, rope_theta=theta, rope_scaling=None)
 
@@ -169,29 +169,37 @@ def pattern_wrong(model: Model) -> Iterator[Seeded]:
 
 
 def scale_of(fields: DecoderFields) -> float:
-    return fields.head_features**-0.5 if fields.attention_scale is None else fields.attention_scale
+    """What scores are multiplied by."""
+    if fields.attention_scale is not None:
+        return fields.attention_scale
+    correction = yarn_softmax_correction(fields.yarn) if isinstance(fields.mixer, MLA) else 1.0
+    return fields.head_features**-0.5 * correction
+
+
+def rotary_width(fields: DecoderFields) -> int:
+    """The features of a head that positions may turn."""
+    return fields.mixer.qk_rope_head_dim if isinstance(fields.mixer, MLA) else fields.head_features
 
 
 def partial_rotary(model: Model) -> Iterator[Seeded]:
-    factor = model.fields.partial_rotary_factor
+    factor, whole = model.fields.partial_rotary_factor, rotary_width(model.fields)
     if factor is None:
         yield altered(model, "half the frequencies", partial_rotary_factor=0.5)
-        width = model.fields.head_features // 4 * 2
+        width = whole // 4 * 2
         yield altered(
             model,
             "the first half",
-            partial_rotary_factor=width / model.fields.head_features,
+            partial_rotary_factor=width / whole,
             partial_rotary_type="prefix",
         )
         return
-    d = model.fields
-    rotated = int(d.head_features * factor)
+    rotated = int(whole * factor)
     yield altered(model, "the whole head", partial_rotary_factor=None)
     yield altered(model, "frequencies of the whole head", partial_rotary_type="proportional")
     for label, width in (("a pair more", rotated + 2), ("a pair fewer", rotated - 2)):
-        if 0 < width <= d.head_features:
+        if 0 < width <= whole:
             # Half a feature more, so that the product with head_dim does not round below it.
-            yield altered(model, label, partial_rotary_factor=min(1.0, (width + 0.5) / d.head_features))
+            yield altered(model, label, partial_rotary_factor=min(1.0, (width + 0.5) / whole))
 
 
 KIND_FAULTS = (

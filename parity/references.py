@@ -240,6 +240,15 @@ def carried_names(directory: str | Path, family: Family, config: Mapping[str, An
     return {in_memory(name) for name in open_source(directory).tensors if name.startswith(prefixes)}
 
 
+def class_config(kind: Any, config: Mapping[str, Any]) -> Any:
+    """The config a class loads with when config.json calls its model by another name (`kimi_k2`, DeepSeek V3 in all but
+    name), None when it does not. transformers chooses the renaming of a checkpoint's tensors by that name."""
+    own = kind.config_class.model_type
+    if config.get("model_type", own) == own:
+        return None
+    return kind.config_class.from_dict({**config, "model_type": own})
+
+
 def load_reference(directory: str | Path, family: Family, config: Mapping[str, Any], dtype: str) -> TorchReference:
     """The checkpoint in `directory` in its reference class, computing in `dtype`.
 
@@ -258,6 +267,7 @@ def load_reference(directory: str | Path, family: Family, config: Mapping[str, A
         raise ConversionError(f"the reference {family.reference!r} is neither transformers:Class nor dewconv:…")
     model, info = kind.from_pretrained(
         str(directory),
+        config=class_config(kind, config),
         dtype=DTYPES[dtype],
         attn_implementation="eager",
         # The grouped kernels ask for sizes that are multiples of 16.

@@ -41,7 +41,9 @@ def rewritten(path, change):
     return path
 
 
-@pytest.mark.parametrize(("family", "single"), [("qwen3_moe", "experts"), ("glm4_moe", "qk_norm")])
+@pytest.mark.parametrize(
+    ("family", "single"), [("qwen3_moe", "experts"), ("glm4_moe", "qk_norm"), ("deepseek_v3", "untied")]
+)
 def test_both_forms_give_the_same_banks_and_come_back_in_their_own(tmp_path, family, single):
     found = {}
     for variant in (single, "fused"):
@@ -128,8 +130,9 @@ def test_impossible_mixtures_are_refused_by_key(family, changes, key):
         owner.read({**config, **changes})
 
 
-def test_correction_biases_near_seven_keep_their_bits(tmp_path):
-    path = written(tmp_path, "glm4_moe", "bias_seven")
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
+    path = written(tmp_path, family, "bias_seven")
     before = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = before[name].numpy()
@@ -147,11 +150,12 @@ def test_correction_biases_near_seven_keep_their_bits(tmp_path):
     assert after.tobytes() == bias.tobytes()
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("depths", [1, 3])
-def test_prediction_depths_that_share_a_shard_with_the_head_come_back(tmp_path, depths):
+def test_prediction_depths_that_share_a_shard_with_the_head_come_back(tmp_path, depths, family):
     from dataclasses import replace
 
-    owner = find("glm4_moe")
+    owner = find(family)
     spec = owner.variants["depths"]
     spec = replace(spec, depths=depths, config={**spec.config, "num_nextn_predict_layers": depths})
     path = write_checkpoint(tmp_path / "source", spec, owner)

@@ -13,7 +13,7 @@ from dewconv.families import find
 from dewconv.parity.gates import close_config, close_names, released_configs, released_names
 
 DATA = Path(__file__).parents[1] / "data"
-FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe")
+FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe", "deepseek_v3")
 
 
 def inspected(release, tmp_path):
@@ -69,6 +69,27 @@ def test_glm_moe_counts(tmp_path, release, billions, with_depth, dense):
     ]
     assert config["num_nextn_predict_layers"] == 1
     assert any("1 prediction-depth layer(s) are carried" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(
+    ("release", "billions", "dense", "depths"),
+    [("deepseek-ai__DeepSeek-V3", 671.0, 3, 1), ("moonshotai__Kimi-K2-Instruct", 1026.4, 1, 0)],
+)
+def test_latent_attention_counts(tmp_path, release, billions, dense, depths):
+    """V3's 671B are the decoder's alone, the embedding and the head with them; its 685B on disk have the prediction
+    depth too. Kimi K2 is said to have 1T, 32B active: the total here is the sum of its published sizes."""
+    found = inspected(release, tmp_path)
+    assert found.parameters == pytest.approx(billions * 1e9, rel=0.005)
+    assert [(run.bank, run.layers) for run in found.runs] == [
+        ("layers_0" if dense == 1 else f"layers_0_{dense - 1}", dense),
+        (f"layers_{dense}_60", 61 - dense),
+    ]
+    names = released_names(find("deepseek_v3"), DATA)[release]
+    own = sum(prod(shape) for name, shape in names.items() if not name.startswith("model.layers.61."))
+    assert found.parameters == own
+    assert sum(map(prod, names.values())) == pytest.approx((684.5e9 if depths else own), rel=0.005)
+    assert len(found.notices) == depths
+    assert found.problems == ()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
