@@ -9,17 +9,20 @@ import pytest
 
 import dewconv
 from dewconv.dew_core.fields import DecoderFields
-from dewconv.families import gemma3, glm4, glm4_moe, olmo3, qwen3, qwen3_moe
+from dewconv.families import deepseek_v3, gemma3, glm4, glm4_moe, olmo3, qwen3, qwen3_moe
 from dewconv.parity.cards import status
 from dewconv.parity.expert_faults import EXPERT_FAULTS
 from dewconv.parity.fault_runner import Bench, instances_of, run_faults
 from dewconv.parity.faults import CATALOGUE, listing
+from dewconv.parity.latent_faults import LATENT_FAULTS
 from dewconv.parity.seeding import Fault, Seeded
 
 pytestmark = pytest.mark.slow
 
 EXPERTS = {fault.name for fault in EXPERT_FAULTS}
 """Kinds that a model without experts has none of."""
+LATENT = {fault.name for fault in LATENT_FAULTS}
+"""Kinds that grouped-query attention has none of."""
 ONE_PLAIN_ROPE = {
     "rope_thetas_exchanged",
     "rope_scaling_dropped",
@@ -33,16 +36,14 @@ ONE_PLAIN_ROPE = {
 }
 NO_WINDOW = {"window_off", "window_dropped", "window_spread", "window_as_chunk", "pattern_wrong"}
 
-CLAIMED = [
-    family
-    for family in (qwen3.FAMILY, gemma3.FAMILY, olmo3.FAMILY, glm4.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
-    if (status(family.name) or 0) >= 4
-]
+MEASURED = (qwen3, gemma3, olmo3, glm4, qwen3_moe, glm4_moe, deepseek_v3)
+CLAIMED = [module.FAMILY for module in MEASURED if (status(module.FAMILY.name) or 0) >= 4]
 """The families whose cards say that every fault is caught: what is claimed is measured again."""
 
 ABSENT = {
     "olmo3": {
         *EXPERTS,
+        *LATENT,
         "linear_factor_on_theta",
         "llama3_ramp_wrong",
         "window_invented",
@@ -52,6 +53,7 @@ ABSENT = {
     },
     "glm4": {
         *EXPERTS,
+        *LATENT,
         *ONE_PLAIN_ROPE,
         *NO_WINDOW,
         "qk_norms_swapped",
@@ -61,6 +63,7 @@ ABSENT = {
         "inert_partial_rotary_type",
     },
     "qwen3_moe": {
+        *LATENT,
         *ONE_PLAIN_ROPE,
         "correction_bias_dropped",
         "correction_bias_missing_in_layers",
@@ -75,6 +78,7 @@ ABSENT = {
         "embedding_scale_unrounded",
     },
     "glm4_moe": {
+        *LATENT,
         *ONE_PLAIN_ROPE,
         *NO_WINDOW,
         "correction_bias_invented",
@@ -85,13 +89,14 @@ ABSENT = {
     },
     "qwen3": {
         *EXPERTS,
+        *LATENT,
         "output_norms_dropped",
         "input_norms_dropped",
         "rope_thetas_exchanged",
         "rope_scaling_spread",
         "embedding_scale_unrounded",
     },
-    "gemma3": {*EXPERTS, "llama3_ramp_wrong", "window_invented"},
+    "gemma3": {*EXPERTS, *LATENT, "llama3_ramp_wrong", "window_invented"},
 }
 """Kinds that no variant of a family can have: Qwen3 has one norm a sublayer and one rope, Gemma 3 no llama3 ramp
 and always a window, OLMo 3 outputs' norms alone, GLM-4 no q/k norm and a partial rope. No GLM variant scales its rope
