@@ -50,7 +50,7 @@ class HeadKernel(nn.Module):
 
 
 def head_logits(states: jax.Array, table: jax.Array, vocab_major: bool, precision: Any = None) -> jax.Array:
-    """states [..., D] against a head table -> logits [..., vocab] in fp32.
+    """states [..., D] against a head table -> logits [..., vocab] in fp32, or in a wider dtype of theirs.
 
     The stored operand is contracted as it lies, accumulating in fp32: `vocab_major` is a [vocab, D] embedding
     table, otherwise a [D, vocab] kernel. transformers rounds a bf16 head's logits to bf16; these stay fp32.
@@ -62,5 +62,5 @@ def head_logits(states: jax.Array, table: jax.Array, vocab_major: bool, precisio
         table.astype(dtype),
         contracted,
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )

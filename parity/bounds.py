@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 ROUNDINGS = 40
 """Roundings in series through one layer: two norms before and two after the sublayers (4 each), a projection, q/k
 norm (4), rotation (3), score and scale (2), softmax (4), values, o_proj, residual (3), gate, activation (3), product,
@@ -30,10 +32,12 @@ AMPLIFIED = 4.0
 times 2.8 for the largest of one draw against the largest of another."""
 
 
-def amplified_bound(bound: float, own: float) -> float:
-    """The bound where weights amplify rounding: `bound`, or `AMPLIFIED` times what the reference itself moves by when
-    it computes one precision up (docs/parity.md), whichever is larger.
+def amplified_bound(bound: float, own: float, ours: float | None = None) -> float:
+    """The bound where weights amplify rounding: `bound`, or `AMPLIFIED` times what a side itself moves by when it
+    computes one precision up (docs/parity.md), whichever is larger.
 
-    own: the largest difference between the reference and itself one precision up, in what is compared.
+    own: the largest difference between the reference and itself one precision up, in what is compared. ours: the
+    same of the JAX side with its head alone one precision up, which counts for as much: the root mean square of both.
+    None where it is not measured and taken for the reference's.
     """
-    return max(bound, AMPLIFIED * own)
+    return max(bound, AMPLIFIED * math.hypot(own, own if ours is None else ours) / math.sqrt(2))
