@@ -83,14 +83,15 @@ def _yarn(mscale: float, mscale_all_dim: float, **changes: Any) -> Mapping[str, 
         "factor": 40,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
-        "original_max_position_embeddings": 24,
+        "original_max_position_embeddings": 32,
         "type": "yarn",
         **changes,
     }
 
 
 def _tiny(**changes: Any) -> dict[str, Any]:
-    """A released DeepSeek V3 config at a size where every dimension differs, its rope unscaled."""
+    """A released DeepSeek V3 config at a size where every dimension differs, its rope unscaled, and its epsilon large
+    enough for another one to show far above rounding."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -121,7 +122,7 @@ def _tiny(**changes: Any) -> dict[str, Any]:
         "q_lora_rank": 36,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
-        "rms_norm_eps": 1e-06,
+        "rms_norm_eps": 1e-04,
         "rope_scaling": None,
         "rope_theta": 10000,
         "routed_scaling_factor": 2.5,
@@ -160,7 +161,9 @@ VARIANTS = {
             seq_aux=True,
             pretraining_tp=1,
             n_routed_experts=7,
-            rope_scaling=_yarn(1.0, 1.0, factor=32.0, beta_fast=1.0, beta_slow=1.0),
+            rope_scaling=_yarn(
+                1.0, 1.0, factor=32.0, beta_fast=1.0, beta_slow=1.0, original_max_position_embeddings=40
+            ),
             rope_theta=50000.0,
             routed_scaling_factor=2.827,
         ),
@@ -192,6 +195,12 @@ VARIANTS = {
         "group limits under negative biased scores",
         correction_bias=(-2.0, 0.2),
     ),
+    "all_dense": Variant(
+        _tiny(first_k_dense_replace=3, torch_dtype="bfloat16", rope_scaling=_yarn(1.0, 0.5)),
+        "no sparse layer, in a bfloat16 file with float32 latent norms: no choice of experts hides what rounding does",
+        storage="bfloat16",
+        float32=("kv_a_layernorm.weight",),
+    ),
     "bias_seven": Variant(
         _tiny(torch_dtype="bfloat16"),
         "correction biases near 7 that differ by less than bfloat16 resolves, in float32 in a bfloat16 file",
@@ -201,15 +210,10 @@ VARIANTS = {
     "unnormalised": Variant(_tiny(norm_topk_prob=False), "weights as the sigmoid leaves them, scaled"),
     "shared_two": Variant(_tiny(n_shared_experts=2), "two shared experts, one dense branch of twice the width"),
     "all_sparse": Variant(_tiny(first_k_dense_replace=0), "no dense layer"),
-    "all_dense": Variant(
-        _tiny(first_k_dense_replace=3, torch_dtype="bfloat16", rope_scaling=_yarn(1.0, 0.5)),
-        "no sparse layer, in a bfloat16 file with float32 latent norms: no choice of experts hides what rounding does",
-        storage="bfloat16",
-        float32=("kv_a_layernorm.weight",),
-    ),
     "fused": Variant(_tiny(), "experts fused in two tensors a layer", form="fused"),
     "latent_eps": Variant(
-        _tiny(rms_norm_eps=0.01), "the latents' norms keep their own epsilon, 1e-6, beside another of the block's"
+        _tiny(rms_norm_eps=0.01),
+        "the latents' norms keep their own epsilon, 1e-6, beside a much larger one of the block's",
     ),
     "equal_widths": Variant(
         _tiny(

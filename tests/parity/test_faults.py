@@ -87,6 +87,29 @@ ABSENT = {
         "embedding_scale_unrounded",
         "inert_partial_rotary_type",
     },
+    "deepseek_v3": {
+        *NO_WINDOW,
+        "queries_and_keys_swapped",
+        "keys_and_values_swapped",
+        "queries_and_outputs_swapped",
+        "qk_norms_swapped",
+        "biases_swapped",
+        "grouping_interleaved",
+        "key_heads_repeated",
+        "rope_pairs_uninterleaved",
+        "rope_halves_exchanged",
+        "qk_norm_dropped",
+        "qk_norm_scope_wrong",
+        "correction_bias_invented",
+        "rope_thetas_exchanged",
+        "rope_scaling_spread",
+        "linear_factor_on_theta",
+        "llama3_ramp_wrong",
+        "window_spread",
+        "output_norms_dropped",
+        "input_norms_dropped",
+        "embedding_scale_unrounded",
+    },
     "qwen3": {
         *EXPERTS,
         *LATENT,
@@ -100,7 +123,8 @@ ABSENT = {
 }
 """Kinds that no variant of a family can have: Qwen3 has one norm a sublayer and one rope, Gemma 3 no llama3 ramp
 and always a window, OLMo 3 outputs' norms alone, GLM-4 no q/k norm and a partial rope. No GLM variant scales its rope
-or has a window, and none of Qwen3-MoE scales it: no release does."""
+or has a window, and none of Qwen3-MoE scales it: no release does. Latent attention has no projection of keys or of
+values, no norm of heads, and one rope."""
 
 OUT_OF_REACH = {
     "scale_after_cast_flipped",
