@@ -101,7 +101,7 @@ def test_released_configs_close(name):
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("name", ["olmo3", "glm4"])
+@pytest.mark.parametrize("name", ["olmo3", "glm4", "deepseek_v3"])
 def test_released_names_close(name):
     family = find(name)
     configs = released_configs(family, DATA)
