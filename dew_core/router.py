@@ -59,7 +59,8 @@ class Router(nn.Module):
 
     The bias is no gradient's business: the choice has none.
 
-    Sows into collection "router", when mutable: experts [B, S, top_k], load [experts], the mean number of a
+    Sows into collection "router", when mutable: experts [B, S, top_k], choice [B, S, top_k], which differs from
+    experts where a record was repeated and the router would have chosen otherwise, load [experts], the mean number of a
     token's slots that took each expert (summing to top_k), and probability [experts], the mean score as a
     fraction of the token's scores (summing to 1). Every position counts, padding too.
     """
@@ -86,7 +87,7 @@ class Router(nn.Module):
             choice = choice + lax.stop_gradient(bias.astype(jnp.float32))
         if self.groups > 1:
             choice = self._within_groups(choice)
-        experts = lax.top_k(choice, self.top_k)[1]
+        own = experts = lax.top_k(choice, self.top_k)[1]
         if routes is not None:
             experts = jnp.where(routes.routed[..., None], routes.experts.astype(experts.dtype), experts)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
@@ -96,7 +97,7 @@ class Router(nn.Module):
         if self.scaling != 1.0:
             weights = weights * self.scaling
         if self.is_mutable_collection(ROUTER) and not self.is_initializing():
-            self._sow_statistics(scores, experts)
+            self._sow_statistics(scores, experts, own)
         return experts, weights
 
     def _within_groups(self, choice: jax.Array) -> jax.Array:
@@ -106,12 +107,13 @@ class Router(nn.Module):
         mask = jnp.any(kept[..., None] == jnp.arange(self.groups), axis=-2)
         return jnp.where(mask[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
-    def _sow_statistics(self, scores: jax.Array, experts: jax.Array) -> None:
+    def _sow_statistics(self, scores: jax.Array, experts: jax.Array, own: jax.Array) -> None:
         tokens = experts.size // self.top_k
         load = jnp.zeros(self.experts, jnp.float32).at[experts.reshape(-1)].add(1.0 / tokens)
         share = scores / jnp.sum(scores, axis=-1, keepdims=True)
         probability = share.reshape(-1, self.experts).mean(axis=0)
-        for name, value in (("experts", experts), ("load", load), ("probability", probability)):
+        sown = {"experts": experts, "choice": own, "load": load, "probability": probability}
+        for name, value in sown.items():
             self.sow(ROUTER, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 

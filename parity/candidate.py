@@ -47,6 +47,14 @@ class ReferenceRun:
         """The family's own statements for this checkpoint, in the rules' spelling (`model.…`)."""
         return tuple(self.plan.family.weights(self.plan.fields))
 
+    def routes(self, fields: DecoderFields) -> np.ndarray | None:
+        """The experts [B, S, layers, k] that a candidate with `fields` takes: the reference's below float32
+        (docs/parity.md), its own (None) in float32 and when it cannot take those."""
+        mixture, routes = fields.mixture, self.forward.routes
+        if self.dtype == "float32" or mixture is None or routes is None:
+            return None
+        return routes if routes.shape[2:] == (fields.num_layers, mixture.top_k) else None
+
     @property
     def logits_bound(self) -> float:
         return rounding_bound(self.dtype, self.fields.num_layers, float(np.abs(self.forward.logits).max()))
@@ -112,7 +120,7 @@ def evaluate_candidate(
     bound = reference.logits_bound
     try:
         decoder = build_candidate(reference, fields, tuple(statements), scan)
-        logits = decoder.forward(reference.probe.tokens).logits
+        logits = decoder.forward(reference.probe.tokens, routes=reference.routes(fields)).logits
     except (ConversionError, ValueError, TypeError, KeyError, IndexError, flax.errors.FlaxError) as error:
         return CandidateResult(f"{type(error).__name__}: {error}".splitlines()[0][:300], None, bound)
     if logits.shape != reference.forward.logits.shape:

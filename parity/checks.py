@@ -14,9 +14,9 @@ from ..families.rules import Placement, assign_leaves
 from .bounds import amplified_bound, rounding_bound
 from .decoders import JaxDecoder
 from .probes import Arranged, Probe, packed, padded
-from .references import Forward, TorchReference
+from .references import Forward, TorchReference, stacked_routes
 from .results import CheckResult, LayerError
-from .routing import CLEAR, margins, same_choice, score_bound
+from .routing import CLEAR, margins, same_choice, score_bound, tie_bound
 
 GREEDY_TOKENS = 12
 GREEDY_PROMPT = 8
@@ -48,10 +48,24 @@ class Comparison:
         """Torch's logits and streams of the probe."""
         return self.torch.forward(self.probe.tokens, streams=True)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether both sides take the experts the reference chose: below float32, where a choice within rounding of
+        another makes the numbers after it another text's (docs/parity.md). `routing` judges the choices."""
+        fields, routes = self.jax.fields, self.reference.routes
+        if self.dtype == "float32" or fields.mixture is None or routes is None:
+            return False
+        return routes.shape[2:] == (fields.num_layers, fields.mixture.top_k)
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """The experts [B, S, layers, k] both sides take for the probe, None when each chooses for itself."""
+        return self.reference.routes if self.repeats else None
+
     @cached_property
     def ours(self) -> Forward:
-        """JAX's, in the layout `load` gives."""
-        return self.jax.forward(self.probe.tokens, streams=True)
+        """JAX's, in the layout `load` gives; `routed` has what its routers would have chosen."""
+        return self.jax.forward(self.probe.tokens, streams=True, routes=self.routes)
 
     @property
     def slots(self) -> int:
@@ -70,8 +84,9 @@ class Comparison:
 
     @cached_property
     def wide_forward(self) -> Forward:
-        """Its logits and streams of the probe."""
-        return self.wide.forward(self.probe.tokens, streams=True)
+        """Its logits and streams of the probe, given the choices of the narrower one: another expert's output is no
+        rounding."""
+        return self.wide.forward(self.probe.tokens, streams=True, routes=self.reference.routes)
 
     def logits_bound(self, error: float) -> tuple[float, str]:
         """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
@@ -80,10 +95,13 @@ class Comparison:
         return judged(self.bound, largest(self.reference.logits - self.wide_forward.logits))
 
 
-def judged(bound: float, own: float) -> tuple[float, str]:
-    """The bound given the reference's own rounding, and a note when that is what sets it."""
-    wide = amplified_bound(bound, own)
+def judged(bound: float, own: float, ours: float | None = None) -> tuple[float, str]:
+    """The bound given the reference's own rounding, and that of JAX's head where it is measured, and a note when they
+    set it."""
+    wide = amplified_bound(bound, own, ours)
     note = f"these weights amplify rounding: the reference itself moves by {own:.2e} one precision up"
+    if ours is not None:
+        note += f", JAX by {ours:.2e} with its head so"
     return wide, note if wide > bound else ""
 
 
@@ -107,7 +125,7 @@ def logits(c: Comparison) -> CheckResult:
 
 def logits_unrolled(c: Comparison) -> CheckResult:
     """The same with one subtree a layer and no scan."""
-    return _logits(c, "logits:unrolled", c.jax.unrolled().forward(c.probe.tokens).logits)
+    return _logits(c, "logits:unrolled", c.jax.unrolled().forward(c.probe.tokens, routes=c.routes).logits)
 
 
 def _logits(c: Comparison, name: str, ours: np.ndarray) -> CheckResult:
@@ -205,7 +223,9 @@ def routing(c: Comparison) -> CheckResult:
     """The experts every token takes in every sparse layer, against torch's.
 
     In float32 all must be the same. In a lower dtype a token may go another way where torch's own choice lies within
-    rounding of another (`routing.CLEAR` bounds); from there on its text is another one to the layers above.
+    rounding of another (`routing.CLEAR` bounds). There JAX is given torch's choices, so that every choice is made from
+    the numbers of equal choices before it; when one differs, a score's bound is what torch's own scores move by one
+    precision up (`routing.tie_bound`).
     """
     mixture = c.jax.fields.mixture
     theirs = c.reference.routed
@@ -220,9 +240,15 @@ def routing(c: Comparison) -> CheckResult:
         )
     total, same, unclear = 0, 0, 0
     narrowest, worst = float("inf"), None
+    agreed = {layer: same_choice(c.ours.routed[layer], reference) for layer, reference in theirs.items()}
+    measured = c.dtype != "float32" and not all(agree.all() for agree in agreed.values())
     for layer, reference in sorted(theirs.items()):
-        agree = same_choice(c.ours.routed[layer], reference)
-        clear = margins(mixture, reference) / score_bound(mixture, reference, c.dtype, layer + 1)
+        agree = agreed[layer]
+        if measured:
+            unit = tie_bound(mixture, reference, c.wide_forward.routed[layer], c.dtype, layer + 1)
+        else:
+            unit = score_bound(mixture, reference, c.dtype, layer + 1)
+        clear = margins(mixture, reference) / max(unit, 1e-30)
         total, same = total + agree.size, same + int(agree.sum())
         unclear += int((clear <= CLEAR).sum())
         narrowest = min(narrowest, float(clear.min()))
@@ -244,7 +270,8 @@ def routing(c: Comparison) -> CheckResult:
         "smallest_margin": narrowest,
         "near_ties": unclear,
     }
-    note = f"{same} of {total} tokens took the same experts in both" + (
+    taken = "would take" if c.repeats else "took"
+    note = f"{same} of {total} tokens {taken} the same experts in both" + (
         "" if same == total or worst is not None else "; the others' choices tie within the bound"
     )
     return CheckResult("routing", c.dtype, worst is None, figures, None, None, worst, note)
@@ -253,8 +280,8 @@ def routing(c: Comparison) -> CheckResult:
 def decode(c: Comparison) -> CheckResult:
     """Logits through the cache, a token a step, against JAX's own full forward and against torch's cache."""
     prefill = max(1, c.probe.length - DECODE_STEPS)
-    ours = c.jax.cached(c.probe.tokens, prefill, c.slots)
-    theirs = c.torch.cached(c.probe.tokens, prefill)
+    ours = c.jax.cached(c.probe.tokens, prefill, c.slots, c.routes)
+    theirs = c.torch.cached(c.probe.tokens, prefill, c.routes)
     sides = {
         "against_full_forward": difference(ours, c.ours.logits),
         "against_torch_cache": difference(ours, theirs),
@@ -282,9 +309,10 @@ def padding(c: Comparison) -> CheckResult:
         ("right", padded(c.probe, "right")),
         ("packed", packed(c.probe)),
     ):
-        ours = c.jax.forward(rows.tokens, rows.positions, rows.mask, rows.segments if name == "packed" else None)
+        routes, together = rows.routes(c.routes), name == "packed"
+        ours = c.jax.forward(rows.tokens, rows.positions, rows.mask, rows.segments if together else None, routes=routes)
         theirs = c.torch.forward(
-            rows.tokens, rows.positions, None if name == "packed" else rows.mask, packed=name == "packed"
+            rows.tokens, rows.positions, None if together else rows.mask, packed=together, routes=routes
         )
         sides = {"torch": _departure(c, rows, c.reference.logits, ours.logits)}
         sides["own"] = _departure(c, rows, c.ours.logits, ours.logits)
@@ -311,10 +339,17 @@ def _departure(
 
 def greedy(c: Comparison) -> CheckResult:
     """Greedy continuations token for token. Where torch's two logits lie within twice the bound of each other either
-    token is right, and what follows in that row is another text: the comparison of the row ends there."""
+    token is right, and what follows in that row is another text: the comparison of the row ends there. Where experts
+    are repeated, they are those of torch's continuation."""
     prompt = c.probe.tokens[:, : min(GREEDY_PROMPT, max(1, c.probe.length // 2))]
-    theirs, scores = c.torch.greedy(prompt, GREEDY_TOKENS)
-    ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS, c.slots)
+    with c.torch.watching_routers() as routed:
+        theirs, scores = c.torch.greedy(prompt, GREEDY_TOKENS)
+    chosen = {
+        layer: np.concatenate([one.experts.reshape(len(prompt), -1, one.experts.shape[-1]) for one in steps], axis=1)
+        for layer, steps in routed.items()
+    }
+    routes = stacked_routes(chosen, c.torch.layers) if c.repeats else None
+    ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS, c.slots, routes)
     equal, ties, worst = 0, 0, None
     for row in range(len(prompt)):
         apart = np.nonzero(ours[row] != theirs[row])[0]
@@ -365,7 +400,7 @@ def gradients(c: Comparison) -> CheckResult:
     if ratio > 1:
         wide = c.wide.gradients(tokens)[1]
         own = assign_leaves(c.placements, {c.spelled(name): value for name, value in wide.items()})
-        deciding, note = _amplified_gradients(c, ours, theirs, own)
+        deciding, note = _amplified_gradients(c, (theirs, ours), (own, c.jax.gradients(tokens, wide_head=True)[1]))
     leaf, error, bound, scale, at = deciding
     figures = {
         "parameters": len(ours),
@@ -380,15 +415,21 @@ def gradients(c: Comparison) -> CheckResult:
 
 
 def _amplified_gradients(
-    c: Comparison, ours: Mapping[str, Any], theirs: Mapping[str, Any], wide: Mapping[str, Any]
+    c: Comparison, sides: tuple[Mapping[str, Any], Mapping[str, Any]], wide: tuple[Mapping[str, Any], Mapping[str, Any]]
 ) -> tuple[tuple[str, float, float, float, tuple[int, ...]], str]:
-    """The parameter furthest from its bound when each is held to the reference's own rounding of its gradient."""
+    """The parameter furthest from its bound when each is held to what rounding is measured to do to its gradient.
+
+    sides: torch's gradients and JAX's. wide: torch's one precision up, and JAX's with its head one precision up: no
+    more of the candidate than the sums over the vocabulary, so that nothing but their length can widen its bound.
+    """
+    theirs, ours = sides
     deciding, note, ratio = ("", 0.0, 0.0, 1.0, ()), "", -1.0
     for leaf, gradient in ours.items():
         error, at = difference(gradient, theirs[leaf])
         scale = float(np.abs(theirs[leaf]).max())
         plain = rounding_bound(c.dtype, c.jax.fields.num_layers, scale, passes=2)
-        bound, said = judged(plain, largest(theirs[leaf] - wide[leaf]))
+        own = [largest(side[leaf] - up[leaf]) for side, up in zip(sides, wide, strict=True)]
+        bound, said = judged(plain, *own)
         if not scale and not error:
             continue
         found = error / bound if bound else float("inf")

@@ -28,7 +28,7 @@ from ..dew_core.router import ROUTER
 from ..dew_core.stack import INTERMEDIATES, layer_output, layer_outputs
 from ..dew_core.transformer import CausalTransformer
 from .fixtures import CORRECTION
-from .references import Forward, Routed
+from .references import WIDER, Forward, Routed
 
 PRECISION = "highest"
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -50,8 +50,9 @@ def _scaled(model: CausalTransformer, tokens: jax.Array) -> jax.Array:
 
 @lru_cache(maxsize=256)
 def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool) -> Any:
-    def run(variables: Any, tokens: jax.Array, positions: Any, mask: Any, segments: Any) -> Any:
+    def run(variables: Any, tokens: jax.Array, positions: Any, mask: Any, segments: Any, routes: Any) -> Any:
         call = {"positions": positions, "attention_mask": mask, "segment_ids": segments} if padded else {}
+        call["routed_experts"] = routes
         if not streams:
             return model.apply(variables, tokens, **call), (), {}
         logits, sown = model.apply(
@@ -66,8 +67,10 @@ def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool)
 
 @lru_cache(maxsize=64)
 def _step(model: CausalTransformer, quick: bool) -> Any:
-    def run(variables: Any, cache: Any, tokens: jax.Array) -> Any:
-        logits, out = model.apply({**variables, "cache": cache}, tokens, decode=True, mutable=["cache"])
+    def run(variables: Any, cache: Any, tokens: jax.Array, routes: Any) -> Any:
+        logits, out = model.apply(
+            {**variables, "cache": cache}, tokens, decode=True, routed_experts=routes, mutable=["cache"]
+        )
         return logits, out["cache"]
 
     return jax.jit(run, compiler_options=QUICK if quick else None)
@@ -116,10 +119,12 @@ class JaxDecoder:
         mask: np.ndarray | None = None,
         segments: np.ndarray | None = None,
         streams: bool = False,
+        routes: np.ndarray | None = None,
     ) -> Forward:
         """Logits, and with `streams` the residual stream, of tokens [B, S].
 
-        Positions, mask and segments [B, S] go together: all or none.
+        Positions, mask and segments [B, S] go together: all or none. routes [B, S, layers, k]: experts to take in
+        place of the routers' own choices, which are what the forward tells either way.
         """
         padded = positions is not None
         ids = np.asarray(tokens, np.int32)
@@ -129,20 +134,24 @@ class JaxDecoder:
             own = np.zeros(ids.shape, np.int32) if segments is None else segments
             extra = (np.asarray(positions, np.int32), real, np.asarray(own, np.int32))
         with jax.default_matmul_precision(PRECISION):
-            logits, seen, router = _forward(self.model, streams, padded, self.quick)(self.variables, ids, *extra)
+            logits, seen, router = _forward(self.model, streams, padded, self.quick)(
+                self.variables, ids, *extra, routes
+            )
         sown = layer_leaves(self.fields, router)
         chosen = {
             layer: Routed(sown[path])
             for layer in range(self.fields.num_layers)
             for path in sown
-            if path.startswith(f"layers_{layer}/") and path.endswith("/experts")
+            if path.startswith(f"layers_{layer}/") and path.endswith("/choice")
         }
         return Forward(_float32(logits), tuple(map(_float32, seen)), chosen)
 
-    def cached(self, tokens: np.ndarray, prefill: int = 1, room: int = 0) -> np.ndarray:
+    def cached(
+        self, tokens: np.ndarray, prefill: int = 1, room: int = 0, routes: np.ndarray | None = None
+    ) -> np.ndarray:
         """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
 
-        room: slots of the cache, S when that is more.
+        room: slots of the cache, S when that is more. routes as in `forward`.
         """
         ids = np.asarray(tokens, np.int32)
         length = ids.shape[1]
@@ -151,14 +160,17 @@ class JaxDecoder:
         parts = []
         with jax.default_matmul_precision(PRECISION):
             for start, stop in pieces:
-                logits, cache = step(self.variables, cache, ids[:, start:stop])
+                logits, cache = step(self.variables, cache, ids[:, start:stop], _columns(routes, start, stop))
                 parts.append(_float32(logits))
         return np.concatenate(parts, axis=1)
 
-    def greedy(self, prompt: np.ndarray, count: int, room: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def greedy(
+        self, prompt: np.ndarray, count: int, room: int = 0, routes: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """`count` greedy tokens [B, count] after prompt [B, S], and the logits [B, count, vocab] they came from.
 
-        The prompt goes through the cache a token a step too. room: slots of the cache.
+        The prompt goes through the cache a token a step too. room: slots of the cache. routes
+        [B, S + count - 1, layers, k]: experts to take, of a continuation that began with the same tokens.
         """
         prompt = np.asarray(prompt, np.int32)
         length = prompt.shape[1]
@@ -168,17 +180,30 @@ class JaxDecoder:
         with jax.default_matmul_precision(PRECISION):
             for index in range(length + count - 1):
                 ids = prompt[:, index] if index < length else chosen[-1]
-                logits, cache = step(self.variables, cache, ids[:, None])
+                logits, cache = step(self.variables, cache, ids[:, None], _columns(routes, index, index + 1))
                 if index >= length - 1:
                     seen.append(_float32(logits)[:, 0])
                     chosen.append(seen[-1].argmax(-1).astype(np.int32))
         return np.stack(chosen, axis=1), np.stack(seen, axis=1)
 
-    def gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
-        """The mean next-token cross entropy of tokens [B, S] and its gradient by per-layer leaf path."""
-        with jax.default_matmul_precision(PRECISION):
-            loss, tree = _gradient(self.model, self.quick)(self.params, np.asarray(tokens, np.int32))
-        return float(loss), {path: _float32(leaf) for path, leaf in layer_leaves(self.fields, tree).items()}
+    def gradients(self, tokens: np.ndarray, wide_head: bool = False) -> tuple[float, dict[str, np.ndarray]]:
+        """The mean next-token cross entropy of tokens [B, S] and its gradient by per-layer leaf path.
+
+        wide_head: compute the head one precision up, and nothing else. What that moves is the rounding of its sums
+        over the vocabulary.
+        """
+        with jax.default_matmul_precision(PRECISION), jax.enable_x64(wide_head and WIDER[self.dtype] == "float64"):
+            params = self._with_wide_head() if wide_head else self.params
+            loss, tree = _gradient(self.model, self.quick)(params, np.asarray(tokens, np.int32))
+            found = {path: _float32(leaf) for path, leaf in layer_leaves(self.fields, tree).items()}
+        return float(loss), found
+
+    def _with_wide_head(self) -> Mapping[str, Any]:
+        """The parameters with the head's table one precision up: the head computes in its table's dtype when that is
+        wider than the states', and tokens read the table in the decoder's."""
+        module, leaf = ("embed_tokens", "embedding") if self.fields.tie_embeddings else ("lm_head", "kernel")
+        table = np.asarray(self.params[module][leaf]).astype(WIDER[self.dtype])
+        return {**self.params, module: {**self.params[module], leaf: jnp.asarray(table)}}
 
     def unrolled(self) -> JaxDecoder:
         """The same weights with one subtree a layer and no scan."""
@@ -256,6 +281,10 @@ def leaf_differences(fields: DecoderFields, shapes: Mapping[str, tuple[int, ...]
             yield f"{path}: a rule fills it {tuple(shapes[path])}, the decoder has no such parameter"
         elif tuple(shapes[path]) != own[path]:
             yield f"{path}: the rules make it {tuple(shapes[path])}, the decoder has {own[path]}"
+
+
+def _columns(routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
+    return None if routes is None else routes[:, start:stop]
 
 
 def _float32(array: Any) -> np.ndarray:

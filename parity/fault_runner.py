@@ -222,7 +222,8 @@ class Stand:
         if compiled not in self._honest:
             reference = self.reference
             decoder = build_candidate(reference, reference.fields, reference.statements, False)
-            self._honest[compiled] = logits(decoder, reference.probe.tokens, compiled)
+            routes = reference.routes(reference.fields)
+            self._honest[compiled] = logits(decoder, reference.probe.tokens, compiled, routes)
         return self._honest[compiled]
 
     @cached_property
@@ -237,7 +238,7 @@ class Stand:
         try:
             decoder = build_candidate(reference, *build(), False)
             compiled = decoder.fields == reference.fields
-            computed = logits(decoder, tokens, compiled)
+            computed = logits(decoder, tokens, compiled, reference.routes(decoder.fields))
         except REFUSALS as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             return Attempt(self.variant, dtype, refused=reason)
@@ -253,16 +254,18 @@ class Stand:
         return float(error.max()) / self.reference.logits_bound if np.isfinite(error).all() else float("inf")
 
 
-def logits(decoder: JaxDecoder, tokens: np.ndarray, compiled: bool) -> np.ndarray:
-    """The decoder's logits of tokens [B, S].
+def logits(decoder: JaxDecoder, tokens: np.ndarray, compiled: bool, routes: np.ndarray | None = None) -> np.ndarray:
+    """The decoder's logits of tokens [B, S], with routes [B, S, layers, k] taking those experts.
 
     compiled: for decoders of the same fields, which share the program. Others run operation by operation: each is
     run once, and compiling it would take ten times as long as running it.
     """
     if compiled:
-        return decoder.forward(tokens).logits
+        return decoder.forward(tokens, routes=routes).logits
     with jax.default_matmul_precision(PRECISION):
-        return np.asarray(decoder.model.apply(decoder.variables, jnp.asarray(tokens)), np.float32)
+        return np.asarray(
+            decoder.model.apply(decoder.variables, jnp.asarray(tokens), routed_experts=routes), np.float32
+        )
 
 
 def scaled_embeddings(decoder: JaxDecoder, tokens: np.ndarray) -> np.ndarray:

@@ -68,6 +68,15 @@ class Arranged:
     segments: np.ndarray
     places: tuple[tuple[int, int, int, int], ...]
 
+    def routes(self, routes: np.ndarray | None) -> np.ndarray | None:
+        """The probe rows' experts [B, S, layers, k] where their tokens lie now; padding takes the first k."""
+        if routes is None:
+            return None
+        moved = np.broadcast_to(np.arange(routes.shape[-1], dtype=np.int32), routes.shape).copy()
+        for source, row, start, length in self.places:
+            moved[row, start : start + length] = routes[source, :length]
+        return moved
+
 
 def thresholds(fields: DecoderFields) -> dict[str, int]:
     """What the decoder does only past some position: name -> that position."""

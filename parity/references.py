@@ -17,16 +17,17 @@ from ..converters.source import open_source
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from .fixtures import CORRECTION, architecture, model_class
+from .replay import repeating
 from .torch_experts import both_forms, in_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WIDER = {"float32": torch.float64, "bfloat16": torch.float32, "float16": torch.float32}
+WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 """The precision above each compute dtype."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What one layer's router did: experts [B, S, k] chosen, and of the reference its logits [B, S, E], float32,
+    """What one layer's router chose by itself: experts [B, S, k], and of the reference its logits [B, S, E], float32,
     and the bias [E] it adds to its scores for the choice, None for none."""
 
     experts: np.ndarray
@@ -45,6 +46,23 @@ class Forward:
     logits: np.ndarray
     streams: tuple[np.ndarray, ...] = ()
     routed: Mapping[int, Routed] = field(default_factory=dict)
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """The chosen experts [B, S, layers, k] by decoder layer, as `routed_experts` takes them, dense layers' unread;
+        None when no layer routes."""
+        return stacked_routes({layer: one.experts for layer, one in self.routed.items()}, len(self.streams) - 1)
+
+
+def stacked_routes(experts: Mapping[int, np.ndarray], layers: int) -> np.ndarray | None:
+    """The choices [B, S, k] of sparse layers as one array [B, S, layers, k]; None for none."""
+    if not experts:
+        return None
+    first = next(iter(experts.values()))
+    routes = np.zeros((*first.shape[:2], layers, first.shape[2]), np.int32)
+    for layer, chosen in experts.items():
+        routes[:, :, layer] = chosen
+    return routes
 
 
 @dataclass
@@ -68,7 +86,7 @@ class TorchReference:
         """The same weights computed one precision up, as far as the class lets them: it holds norms and softmax in
         float32. What it differs by is the reference's own rounding."""
         wide = copy.deepcopy(self)
-        wide.model.to(WIDER[self.dtype])
+        wide.model.to(getattr(torch, WIDER[self.dtype]))
         return wide
 
     @contextmanager
@@ -90,27 +108,32 @@ class TorchReference:
             for hook in hooks:
                 hook.remove()
 
-    @contextmanager
-    def watching_routers(self) -> Iterator[dict[int, Routed]]:
-        """What each sparse layer's router does in a forward inside, by layer: routers return their logits, the
-        chosen experts' weights and the experts (transformers 5.24 `Qwen3MoeTopKRouter`, `Glm4MoeTopkRouter`)."""
-        found: dict[int, Routed] = {}
-
-        def watch(layer: int) -> Any:
-            def routing(module: Any, args: tuple, output: Any) -> None:
-                # Routers see rows of tokens: the batch's shape is put back by `forward`.
-                bias = getattr(module, CORRECTION, None)
-                found[layer] = Routed(
-                    output[2].numpy(), as_float32(output[0]), None if bias is None else as_float32(bias)
-                )
-
-            return routing
-
-        routers = {
+    @property
+    def routers(self) -> dict[int, Any]:
+        """The sparse layers' routers, by layer."""
+        return {
             index: layer.mlp.gate
             for index, layer in enumerate(self.decoder.layers)
             if hasattr(getattr(layer, "mlp", None), "experts")
         }
+
+    @contextmanager
+    def watching_routers(self) -> Iterator[dict[int, list[Routed]]]:
+        """What each sparse layer's router does in every forward inside, by layer: routers return their logits, the
+        chosen experts' weights and the experts (transformers 5.24 `Qwen3MoeTopKRouter`, `Glm4MoeTopkRouter`)."""
+        routers = self.routers
+        found: dict[int, list[Routed]] = {layer: [] for layer in routers}
+
+        def watch(layer: int) -> Any:
+            def routing(module: Any, args: tuple, output: Any) -> None:
+                # Routers see rows of tokens: the batch's shape is put back by the caller.
+                bias = getattr(module, CORRECTION, None)
+                found[layer].append(
+                    Routed(output[2].numpy(), as_float32(output[0]), None if bias is None else as_float32(bias))
+                )
+
+            return routing
+
         hooks = [router.register_forward_hook(watch(index)) for index, router in routers.items()]
         try:
             yield found
@@ -125,11 +148,13 @@ class TorchReference:
         mask: np.ndarray | None = None,
         streams: bool = False,
         packed: bool = False,
+        routes: np.ndarray | None = None,
     ) -> Forward:
         """Logits, and with `streams` the residual stream, of tokens [B, S].
 
         positions [B, S] default to 0, 1, …; mask [B, S] to all ones. packed: rows hold several documents whose
-        positions restart, which transformers reads from the positions when there is no mask.
+        positions restart, which transformers reads from the positions when there is no mask. routes
+        [B, S, layers, k]: experts to take in place of the routers' own choices.
         """
         ids = torch.from_numpy(np.asarray(tokens, np.int64))
         if positions is None:
@@ -137,7 +162,12 @@ class TorchReference:
         call: dict[str, Any] = {"position_ids": torch.from_numpy(np.array(positions, np.int64)), "use_cache": False}
         if not packed:
             call["attention_mask"] = torch.from_numpy(np.ones(ids.shape) if mask is None else np.asarray(mask)).long()
-        with torch.no_grad(), self.watching() as seen, self.watching_routers() as routed:
+        with (
+            torch.no_grad(),
+            self.watching() as seen,
+            self.watching_routers() as routed,
+            repeating(self.routers, routes),
+        ):
             logits = self.model(ids, **call).logits
         if not streams:
             return Forward(as_float32(logits))
@@ -147,18 +177,20 @@ class TorchReference:
                 None if one.logits is None else one.logits.reshape(*ids.shape, -1),
                 one.bias,
             )
-            for layer, one in routed.items()
+            for layer, (one,) in routed.items()
         }
         return Forward(as_float32(logits), tuple(map(as_float32, seen)), rows)
 
-    def cached(self, tokens: np.ndarray, prefill: int = 1) -> np.ndarray:
-        """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step."""
+    def cached(self, tokens: np.ndarray, prefill: int = 1, routes: np.ndarray | None = None) -> np.ndarray:
+        """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
+        routes as in `forward`."""
         ids = torch.from_numpy(np.asarray(tokens, np.int64))
         batch, length = ids.shape
         parts, cache = [], None
         pieces = [(0, prefill), *((i, i + 1) for i in range(prefill, length))]
-        with torch.no_grad():
-            for start, stop in pieces:
+        for start, stop in pieces:
+            taken = None if routes is None else routes[:, start:stop]
+            with torch.no_grad(), repeating(self.routers, taken):
                 out = self.model(
                     ids[:, start:stop],
                     position_ids=torch.arange(start, stop)[None].expand(batch, -1),
@@ -166,8 +198,8 @@ class TorchReference:
                     cache=cache,
                     use_cache=True,
                 )
-                cache = out.cache
-                parts.append(out.logits)
+            cache = out.cache
+            parts.append(out.logits)
         return as_float32(torch.cat(parts, dim=1))
 
     def greedy(self, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,7 +233,7 @@ class TorchReference:
         positions = torch.arange(ids.shape[1])[None].expand(ids.shape[0], -1)
         mask = torch.ones_like(ids)
         logits = self.model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = next_token_loss(logits, ids)
         loss.backward()
         gradients = {name: as_float32(weight.grad) for name, weight in self.weights() if weight.grad is not None}
         self.model.zero_grad(set_to_none=True)
@@ -225,6 +257,16 @@ class TorchReference:
     def tied(self) -> bool:
         """Whether the head is the embedding table, as the loaded model has it."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy, float64, of tokens [B, S] after the first given logits [B, S, vocab].
+
+    In float64 whatever the model computes in: torch 2.13's float32 log_softmax on a CPU sums a row in few
+    accumulators, and over Gemma's 262144 logits its probabilities sum to 1 - 8e-5, hundreds of roundings of the
+    model itself, in every gradient.
+    """
+    return torch.nn.functional.cross_entropy(logits[:, :-1].double().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def as_float32(tensor: torch.Tensor) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..dew_core.records import Mixture
-from .bounds import rounding_bound
+from .bounds import AMPLIFIED, rounding_bound
 from .references import Routed
 
 CLEAR = 2.0
@@ -19,7 +19,9 @@ score may move by one."""
 
 
 def same_choice(one: Routed, other: Routed) -> np.ndarray:
-    """[B, S] bool: whether both took the same experts, in whatever order."""
+    """[B, S] bool: whether both took the same experts, in whatever order and of the same number."""
+    if one.experts.shape != other.experts.shape:
+        return np.zeros(other.experts.shape[:2], bool)
     return (np.sort(one.experts, -1) == np.sort(other.experts, -1)).all(-1)
 
 
@@ -31,6 +33,14 @@ def score_bound(mixture: Mixture, reference: Routed, dtype: str, layers: int) ->
     if mixture.score_function == "softmax":
         return rounding_bound(dtype, layers, largest)
     return rounding_bound(dtype, layers, max(largest / 4, float(np.abs(_scores(mixture, reference)).max())))
+
+
+def tie_bound(mixture: Mixture, reference: Routed, wide: Routed, dtype: str, layers: int) -> float:
+    """The bound of one score where it has been measured what rounding does to it: `wide` is the reference one
+    precision up, given the same choices. Never more than `score_bound`, which in bfloat16 is a good part of the
+    scores themselves (of a correction bias of 7, more than what the biases differ by)."""
+    moved = float(np.abs(_scores(mixture, reference) - _scores(mixture, wide)).max())
+    return min(score_bound(mixture, reference, dtype, layers), AMPLIFIED * moved)
 
 
 def margins(mixture: Mixture, reference: Routed) -> np.ndarray:

@@ -83,7 +83,9 @@ def verify(
             _, variables = load(case.jax_path, dtype=compute if compute == "float32" or dtype else None)
             decoder = JaxDecoder(fields, variables["params"], compute, quick=family is not None)
             comparison = run.Comparison(torch_side, decoder, probe, plan.placements, plan.spelling.of)
-            for name in wanted:
+            if comparison.repeats:
+                notices.append(f"in {compute} both sides take the experts torch chose; routing compares the choices")
+            for name in wanted if not comparison.repeats else _with_routing(wanted):
                 told(f"{compute}: {name}")
                 results += _one(comparison, name, layers)
             del torch_side, variables, decoder, comparison
@@ -111,6 +113,11 @@ def _wanted(checks: Iterable[str] | None) -> tuple[str, ...]:
     if unknown:
         raise ConversionError(f"no check is called {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     return tuple(name for name in CHECKS if name in named)
+
+
+def _with_routing(wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The checks, and `routing` with any that repeats choices: nothing else would judge them."""
+    return tuple(name for name in CHECKS if name in wanted or (name == "routing" and wanted != ("round_trip",)))
 
 
 def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]) -> list[CheckResult]:

@@ -4,17 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dewconv.converters.plan import plan_import
 from dewconv.converters.source import open_source
 from dewconv.dew_core.records import Mixture
-from dewconv.families import find
+from dewconv.families import ConversionError, find
 from dewconv.families.rules import settle
 from dewconv.parity import checks, write_checkpoint
 from dewconv.parity.candidate import build_candidate, reference_run
 from dewconv.parity.edits import ROUTER, merged, rolled, short
+from dewconv.parity.expert_faults import EXPERT_FAULTS
+from dewconv.parity.fault_runner import Stand
 from dewconv.parity.probes import make_probe
 from dewconv.parity.references import Routed, load_reference
+from dewconv.parity.replay import repeating
 from dewconv.parity.routing import CLEAR, margins, same_choice, score_bound
 
 ROUTED = [(name, variant) for name in ("qwen3_moe", "glm4_moe") for variant in find(name).variants]
@@ -109,3 +113,81 @@ def test_a_dense_model_has_nothing_to_route(run):
     dense = compared(run, run.statements)
     dense = replace(dense, jax=replace(dense.jax, fields=dense.jax.fields.replace(mixture=None)))
     assert checks.routing(dense).passed is None
+
+
+OF_THE_CHOICE = ("router_rotated", "correction_bias_dropped", "groups_wrong", "group_score_wrong", "groups_invented")
+"""The faults of a mixture whose router chooses otherwise."""
+
+REPEATED = [("qwen3_moe", "experts"), ("glm4_moe", "groups"), ("glm4_moe", "bias_seven")]
+
+
+@pytest.fixture(scope="module", params=REPEATED, ids=lambda pair: "-".join(pair))
+def stands(request, tmp_path_factory):
+    """One variant in both dtypes, whatever it is stored in."""
+    family, variant = request.param
+    owner = find(family)
+    path = write_checkpoint(tmp_path_factory.mktemp("repeated") / variant, owner.variants[variant], owner)
+    return {dtype: Stand(reference_run(path, dtype=dtype), variant) for dtype in ("float32", "bfloat16")}
+
+
+def honest(stand):
+    return compared(stand.reference, stand.reference.statements)
+
+
+def test_routers_that_repeat_their_own_choice_change_nothing(stands):
+    run = stands["bfloat16"].reference
+    tokens, routes = run.probe.tokens, run.forward.routes
+    np.testing.assert_array_equal(run.torch.forward(tokens, routes=routes).logits, run.forward.logits)
+    own = run.torch.forward(tokens, streams=True)
+    np.testing.assert_array_equal(own.logits, run.forward.logits)
+
+
+def test_routers_take_the_experts_they_are_given(stands):
+    run = stands["float32"].reference
+    tokens, mixture = run.probe.tokens, run.fields.mixture
+    others = (run.forward.routes + 1) % mixture.experts
+    given = run.torch.forward(tokens, streams=True, routes=others)
+    for layer, one in given.routed.items():
+        np.testing.assert_array_equal(one.experts, others[:, :, layer])
+    assert np.abs(given.logits - run.forward.logits).max() > 1e3 * run.logits_bound
+    ours = honest(stands["float32"]).jax.forward(tokens, streams=True, routes=others)
+    assert np.abs(ours.logits - given.logits).max() <= run.logits_bound
+    # What it tells is its own choice, made from the numbers of those it was given.
+    first = min(ours.routed)
+    assert same_choice(ours.routed[first], run.forward.routed[first]).all()
+    assert np.abs(run.torch.cached(tokens, 5, others) - given.logits).max() <= run.logits_bound
+
+
+def test_a_router_without_a_topk_is_not_repeated():
+    class Odd(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    routers = {0: Odd(3, 4)}
+    with pytest.raises(ConversionError, match="Odd of layer 0"), repeating(routers, np.zeros((1, 2, 1, 1), np.int32)):
+        routers[0](torch.ones(2, 3))
+    assert "forward" not in vars(routers[0])
+
+
+def test_numbers_are_compared_given_equal_choices_below_float32_alone(stands):
+    assert not honest(stands["float32"]).repeats
+    comparison = honest(stands["bfloat16"])
+    assert comparison.repeats
+    for check in (checks.logits, checks.routing, checks.decode):
+        result = check(comparison)
+        assert result.passed, result
+        # No bound was widened to hold another choice.
+        assert result.bound is None or result.bound == comparison.bound
+
+
+def test_no_wrong_router_hides_behind_repeated_choices(stands):
+    """Every fault of the choice is caught in float32, where nothing is repeated, and in bfloat16 too, by the choice."""
+    seen = set()
+    for fault in (fault for fault in EXPERT_FAULTS if fault.name in OF_THE_CHOICE):
+        for seeded in fault.seeds(stands["float32"].model):
+            seen.add(fault.name)
+            for stand in stands.values():
+                run, (fields, statements) = stand.reference, seeded.build()
+                found = checks.Comparison(run.torch, build_candidate(run, fields, statements), run.probe, (), str)
+                assert checks.routing(found).passed is False, f"{fault.name}: {seeded.label} in {run.dtype}"
+    assert "router_rotated" in seen
