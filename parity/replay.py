@@ -26,7 +26,7 @@ class _Repeated(TorchFunctionMode):
         self.repeated = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        scores = args[0] if args else (kwargs or {}).get("input")
+        scores: Any = args[0] if args else (kwargs or {}).get("input")
         if func in TOPK and tuple(scores.shape) == self.shape:
             self.repeated += 1
             return torch.return_types.topk((scores.gather(-1, self.taken), self.taken))
