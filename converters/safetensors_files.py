@@ -6,13 +6,12 @@ to its dtype, shape and data_offsets relative to byte 8 + N, then the data witho
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,6 @@ PAGE = 4096
 """Where a written file's data start: a mapped page."""
 ALIGNMENT = 64
 """What a written tensor's offset is a multiple of, so that a CPU backend aliases the map (jax 0.10 asks for 64)."""
-
-WRITEBACK_BYTES = 1 << 20
-"""A write of at least this much has the disk begin at once."""
 
 
 @dataclass(frozen=True)
@@ -255,30 +251,6 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None, bou
     return Header(entries, metadata, text)
 
 
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Linux's `sync_file_range`, which the standard library does not offer; None elsewhere."""
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError, TypeError):
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
-
-
-def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Has the disk begin with bytes that were written, so that the fsync at the end finds little left to wait for.
-
-    An advice: where it is not known, or fails, fsync does the whole of it.
-    """
-    if SYNC_FILE_RANGE is not None:
-        SYNC_FILE_RANGE(fd, offset, size, SYNC_FILE_RANGE_WRITE)
-
-
-SYNC_FILE_RANGE = _sync_file_range()
-SYNC_FILE_RANGE_WRITE = 2
-"""Its flag (linux/fs.h): begin to write dirty pages that are not under way, and wait for none."""
-
-
 class FileWriter:
     """Writes a file whose header is known: any thread may write any region, in any order.
 
@@ -303,10 +275,7 @@ class FileWriter:
         size = data.nbytes if isinstance(data, np.ndarray | memoryview) else len(data)
         if offset < 0 or offset + size > entry.nbytes:
             raise ConversionError(f"{self.path.name}: {size} bytes at {offset} pass the end of {name!r}")
-        position = self.header.data_start + entry.begin + offset
-        self._write(data, position)
-        if size >= WRITEBACK_BYTES:
-            start_writeback(self._fd, position, size)
+        self._write(data, self.header.data_start + entry.begin + offset)
 
     def _write(self, data: np.ndarray | bytes | memoryview, position: int) -> None:
         if isinstance(data, np.ndarray):
@@ -317,6 +286,10 @@ class FileWriter:
         while len(view):
             done = os.pwrite(self._fd, view, position)
             view, position = view[done:], position + done
+
+    def flush(self) -> None:
+        """Has the disk take what was written so far, and waits for it. Raises OSError as the disk does."""
+        os.fsync(self._fd)
 
     def close(self, sync: bool = True) -> None:
         """Closes the file, first making it durable unless `sync` is False."""

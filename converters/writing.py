@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
@@ -14,6 +15,11 @@ from ..families.rules import View
 from .copying import Part, blocks, run_parallel
 from .dtypes import PACKED_BITS, numpy_dtype
 from .safetensors_files import FileWriter, Header, TensorEntry, TensorSpec
+
+FLUSH_BYTES = 48 << 20
+"""What is written to a file before the disk is told to take it while copying goes on: what the fsync at the end then
+finds undone is all that is waited for."""
+FLUSHING_THREADS = 2
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(file, bytes done, bytes in all) while copying, by one thread at a time."""
@@ -50,11 +56,17 @@ def write_files(
     sums: dict[str, dict[str, str]] = {job.name: {} for job in jobs}
     left = {job.name: len(job.header.entries) for job in jobs}
     writers: dict[str, FileWriter] = {}
+    unflushed = {job.name: 0 for job in jobs}
+    flushes: dict[str, list[Future[None]]] = {job.name: [] for job in jobs}
 
     def advance(name: str, size: int) -> None:
         nonlocal done
         with lock:
             done += size
+            unflushed[name] += size
+            if unflushed[name] >= FLUSH_BYTES and all(flush.done() for flush in flushes[name]):
+                unflushed[name] = 0
+                flushes[name].append(flusher.submit(writers[name].flush))
             if progress is not None:
                 progress(name, done, total)
 
@@ -77,8 +89,15 @@ def write_files(
             left[job.name] -= 1
             finished = left[job.name] == 0
         if finished:
-            writer.close()
+            settle(job.name)
 
+    def settle(name: str) -> None:
+        # A fault of the disk is told once to each opened file: to the flush that met it.
+        for flush in flushes[name]:
+            flush.result()
+        writers[name].close()
+
+    flusher = ThreadPoolExecutor(FLUSHING_THREADS, "dewconv-flush")
     try:
         for job in jobs:
             writers[job.name] = FileWriter(directory / job.name, job.header)
@@ -86,8 +105,9 @@ def write_files(
         items.sort(key=lambda item: item[0].rank(item[1]))
         run_parallel(fill, items, lambda item: item[1].nbytes, threads)
         for job in jobs:
-            writers[job.name].close()
+            settle(job.name)
     finally:
+        flusher.shutdown(cancel_futures=True)
         for writer in writers.values():
             writer.close(sync=False)
     order = {job.name: job.header.entries for job in jobs}
