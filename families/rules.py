@@ -230,13 +230,20 @@ class Rule:
     def placements(self) -> Iterator[Placement]:
         """The rule at every combination of its indices."""
         stacked = self.stacked
+        views: dict[tuple[int, ...], View] = {}
         for values in product(*self.over.values()):
             at = dict(zip(self.over, values, strict=True))
-            view = self.leaf_view
-            for name in reversed(stacked):
-                rows = self.over[name]
-                view = view.prepend(list(rows).index(at[name]), len(rows))
-            yield Placement(self.source.format_map(at), self.source_view, self.leaf.format_map(at), view)
+            position = tuple(at[name] for name in stacked)
+            if position not in views:
+                views[position] = self._stacked_view(stacked, at)
+            yield Placement(self.source.format_map(at), self.source_view, self.leaf.format_map(at), views[position])
+
+    def _stacked_view(self, stacked: Sequence[str], at: Mapping[str, int]) -> View:
+        view = self.leaf_view
+        for name in reversed(stacked):
+            rows = self.over[name]
+            view = view.prepend(list(rows).index(at[name]), len(rows))
+        return view
 
 
 @dataclass(frozen=True)
