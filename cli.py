@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -428,6 +429,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     without_bars(on=not sys.stderr.isatty())
+    # A plan is hundreds of thousands of small values that stay; looking for garbage among them finds none.
+    gc.set_threshold(50_000, 20, 100)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _terminate)
     meta: dict[str, Any] = {}

@@ -3,8 +3,8 @@
     python benchmarks/io.py [dense] [routed] [plan] [--mb 500] [--repeats 5] [--at DIR]
 
 Makes its own checkpoints of random bits below DIR (a temporary directory by default, removed at the end): a dense one
-of Qwen3's shape, a routed one of Qwen3-MoE's whose experts lie in thousands of tensors, and one of 50,000 tensors whose
-data are a hole (sparse files), for plans.
+of Qwen3's shape, a routed one of Qwen3-MoE's with three tensors an expert (thousands of them from 3 GB on, or with
+more --experts), and one of 50,000 tensors whose data are a hole (sparse files), for plans.
 
 One turn is `cp` of the checkpoint's files and an fsync of each, then `dewconv import`, then `dewconv export`, as whole
 processes that make their output durable; turns repeat, and what is printed are medians, and the median of the turns'
