@@ -1,0 +1,100 @@
+"""The real command ended at many points: OUT is absent or whole, and what stood there stays until the new one is."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dewconv.converters import writing
+from dewconv.converters.banks import check_banks, open_banks
+from dewconv.converters.importing import import_checkpoint
+from dewconv.converters.safetensors_files import FileWriter
+from dewconv.converters.source import open_source
+from dewconv.families import ConversionError
+
+POINTS = 8
+
+SLOWED = """
+import sys, time
+from dewconv.converters import safetensors_files
+from dewconv.cli import run
+
+original = safetensors_files.FileWriter.write_at
+
+def write_at(self, *arguments):
+    original(self, *arguments)
+    print("wrote", flush=True)
+    time.sleep(0.02)
+
+safetensors_files.FileWriter.write_at = write_at
+sys.exit(run(sys.argv[1:]))
+"""
+"""The command, telling of each write and waiting after it, so that a signal finds it where it is meant to."""
+
+
+def end_after(writes, how, cwd, *arguments):
+    """The command, sent the signal `how` once it has made so many writes. Returns its exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWED, *map(str, arguments), "--quiet"],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(writes):
+        if not process.stdout.readline():
+            break
+    time.sleep(0.005)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    assert "Traceback" not in said
+    return process.returncode
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_out_is_the_old_one_whole_or_absent(tiny, tmp_path, how, verb):
+    source = tiny.qwen3("source").path
+    subprocess.run([sys.executable, "-m", "dewconv", "import", source, "banks", "-q"], cwd=tmp_path, check=True)
+    total = len(open_banks(tmp_path / "banks").source_headers["model.safetensors"].entries)
+    given = ("import", source) if verb == "import" else ("export", tmp_path / "banks")
+    mark = "dewconv.json" if verb == "import" else "config.json"
+    subprocess.run([sys.executable, "-m", "dewconv", *map(str, given), "old", "-q"], cwd=tmp_path, check=True)
+    before = tiny.files_of(tmp_path / "old")
+    for point in range(POINTS):
+        writes = 1 + point * (total // 4) // POINTS
+        code = end_after(writes, how, tmp_path, *given, "new")
+        assert code in (2, -how), "it was over before the signal came"
+        assert not (tmp_path / "new").exists()
+        assert end_after(writes, how, tmp_path, *given, "old", "--overwrite") in (2, -how)
+        assert tiny.files_of(tmp_path / "old") == before
+        left = [path for path in tmp_path.iterdir() if path.name not in ("source", "banks", "old")]
+        # A process that is killed cannot tidy up: what it leaves is hidden, and named as unfinished.
+        assert all(path.name.startswith(".") and path.name.endswith(".partial") for path in left)
+        assert how == signal.SIGKILL or left == []
+    subprocess.run([sys.executable, "-m", "dewconv", *map(str, given), "new", "-q"], cwd=tmp_path, check=True)
+    assert (tmp_path / "new" / mark).is_file()
+    assert tiny.files_of(tmp_path / "new") == before
+    assert check_banks(open_banks(tmp_path / "banks")) == []
+
+
+def test_a_full_disk_that_shows_while_files_are_flushed_ends_the_import(tiny, tmp_path, monkeypatch):
+    source = open_source(tiny.qwen3().path)
+    flushed = []
+
+    def fail_once(self):
+        flushed.append(self.path.name)
+        if len(flushed) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(FileWriter, "flush", fail_once)
+    with pytest.raises(ConversionError, match=r"cannot be written .*No space left"):
+        import_checkpoint(source, tmp_path / "out")
+    assert flushed
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
