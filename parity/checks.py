@@ -92,16 +92,16 @@ class Comparison:
         """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
         if error <= self.bound:
             return self.bound, ""
-        return judged(self.bound, largest(self.reference.logits - self.wide_forward.logits))
+        return judged(self.bound, self.dtype, largest(self.reference.logits - self.wide_forward.logits))
 
 
-def judged(bound: float, own: float, ours: float | None = None) -> tuple[float, str]:
+def judged(bound: float, dtype: str, own: float, head: float = 0.0) -> tuple[float, str]:
     """The bound given the reference's own rounding, and that of JAX's head where it is measured, and a note when they
     set it."""
-    wide = amplified_bound(bound, own, ours)
+    wide = amplified_bound(bound, own, dtype, head)
     note = f"these weights amplify rounding: the reference itself moves by {own:.2e} one precision up"
-    if ours is not None:
-        note += f", JAX by {ours:.2e} with its head so"
+    if head:
+        note += f", JAX by {head:.2e} with its head so"
     return wide, note if wide > bound else ""
 
 
@@ -213,7 +213,7 @@ def _amplified_layers(c: Comparison, found: list[LayerError]) -> tuple[list[Laye
     for layer, theirs, wide in zip(found, c.reference.streams, c.wide_forward.streams, strict=True):
         peak = np.maximum(peak, np.abs(theirs).max(-1))
         own = float((np.abs(theirs - wide).max(-1) / np.maximum(peak, 1e-30)).max()) * layer.scale
-        bound, said = (layer.bound, "") if layer.layer < 0 else judged(layer.bound, own)
+        bound, said = (layer.bound, "") if layer.layer < 0 else judged(layer.bound, c.dtype, own)
         note = note or (f"layer {layer.layer}: {said}" if said and layer.max_error > layer.bound else "")
         result.append(replace(layer, bound=bound))
     return result, note
@@ -429,7 +429,7 @@ def _amplified_gradients(
         scale = float(np.abs(theirs[leaf]).max())
         plain = rounding_bound(c.dtype, c.jax.fields.num_layers, scale, passes=2)
         own = [largest(side[leaf] - up[leaf]) for side, up in zip(sides, wide, strict=True)]
-        bound, said = judged(plain, *own)
+        bound, said = judged(plain, c.dtype, *own)
         if not scale and not error:
             continue
         found = error / bound if bound else float("inf")

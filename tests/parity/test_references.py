@@ -5,7 +5,7 @@ from safetensors.torch import load_file, save_file
 
 from dewconv.families import FindingsError, find
 from dewconv.parity.fixtures import write_checkpoint
-from dewconv.parity.references import load_reference
+from dewconv.parity.references import load_reference, next_token_loss
 
 
 @pytest.fixture(scope="module", params=[("qwen3", "untied"), ("gemma3", "wrapper_saved")])
@@ -77,3 +77,15 @@ def test_what_transformers_does_not_find_is_named(tmp_path):
     text = str(caught.value)
     assert "model.layers.1.mlp.up_proj.weight" in text
     assert "model.layers.0.extra.weight" in text
+
+
+def test_the_loss_over_a_large_vocabulary_is_not_rounded():
+    logits = torch.randn(1, 4, 262144, generator=torch.Generator().manual_seed(0)) * 0.1
+    logits.requires_grad_()
+    tokens = torch.arange(4)[None]
+    next_token_loss(logits, tokens).backward()
+    chosen = torch.nn.functional.one_hot(tokens[0, 1:], 262144)
+    exact = (torch.softmax(logits[0, :-1].detach().double(), -1) - chosen) / 3
+    assert logits.grad is not None
+    error = (logits.grad[0, :-1].double() - exact).abs().max(-1).values
+    assert (error <= 2.0**-24 * exact.abs().max(-1).values).all()
