@@ -464,8 +464,6 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _lines(error: BaseException) -> list[str]:
-    from .families.errors import ConversionError
-
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return [error.format_message()]
     if isinstance(error, click.UsageError):
@@ -475,7 +473,7 @@ def _lines(error: BaseException) -> list[str]:
         return [f"dewconv: {error.format_message()}"]
     if isinstance(error, KeyboardInterrupt):
         return ["dewconv: interrupted"]
-    if isinstance(error, ConversionError):
+    if _is_ours(error):
         return [f"dewconv: {error}"]
     if isinstance(error, MemoryError):
         return ["dewconv: out of memory"]
@@ -488,8 +486,13 @@ def _lines(error: BaseException) -> list[str]:
     return [f"dewconv: {type(error).__name__}: {reason} (run again with --debug to see where)"]
 
 
-def _document_error(error: BaseException, lines: Sequence[str]) -> None:
-    from .families.errors import FindingsError
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is a ConversionError. Nothing is imported to tell: what was raised in the middle of an import
+    (numpy's, which cannot be begun again) would be raised anew."""
+    errors = sys.modules.get(f"{__package__}.families.errors")
+    return errors is not None and isinstance(error, errors.ConversionError)
 
-    found = [vars(finding) for finding in error.findings] if isinstance(error, FindingsError) else []
+
+def _document_error(error: BaseException, lines: Sequence[str]) -> None:
+    found = [vars(finding) for finding in getattr(error, "findings", ())] if _is_ours(error) else []
     console.document({"error": {"message": "\n".join(lines), "findings": found}})
