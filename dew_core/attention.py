@@ -6,7 +6,7 @@ packed rows and cached decoding follow one rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -283,36 +283,9 @@ class CausalSelfAttention(nn.Module):
         if positions is None:
             positions = token_positions(valid, length, cache)
 
-        inverse, amplitude = rotary_freqs(
-            self.head_dim,
-            self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            yarn=self.yarn,
-            partial_rotary_factor=self.partial_rotary_factor,
-            partial_rotary_type=self.partial_rotary_type,
-        )
-        cos, sin = rotary_tables(positions, inverse, amplitude, query.dtype)
-        query = apply_rotary(query, cos, sin, interleaved=self.rope_interleaved)
-        key = apply_rotary(key, cos, sin, interleaved=self.rope_interleaved)
-
-        key, value, key_positions = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), positions
-        if cache is not None:
-            new = {"cached_key": key, "cached_value": value}
-            cache.append(new, valid, jnp.broadcast_to(positions, (batch, length)))
-            key, value = cache.read()
-            valid, key_positions = cache.valid.value, cache.positions.value
-        if metadata.key_positions is not None:
-            key_positions = metadata.key_positions
-        seen = visibility(
-            positions,
-            key_positions,
-            causal=self.causal,
-            window=self.window,
-            chunk=self.chunk,
-            key_valid=valid,
-            segment_ids=segment_ids,
-            pairwise_mask=metadata.pairwise_mask,
-        )
+        query, key = rotated(self, self.head_dim, positions, query, key)
+        new = {"cached_key": key.transpose(0, 2, 1, 3), "cached_value": value.transpose(0, 2, 1, 3)}
+        (key, value), seen = attended(self, new, cache, valid, positions, segment_ids, metadata)
         context = self._attend(query, key, value, seen, train).reshape(batch, length, -1)
         if gate is not None:
             context = context * jax.nn.sigmoid(gate)
@@ -405,6 +378,49 @@ def token_positions(valid: jax.Array | None, length: int, cache: DecodeCache | N
     if cache is None:
         return positions
     return positions + cache.valid.value.sum(axis=1, dtype=jnp.int32)[:, None]
+
+
+def rotated(mixer: Any, width: int, positions: jax.Array, *states: jax.Array) -> list[jax.Array]:
+    """Each of `states` [B, S, heads, width] turned to `positions` as the rotary fields of `mixer` say."""
+    inverse, amplitude = rotary_freqs(
+        width,
+        mixer.rope_theta,
+        rope_scaling=mixer.rope_scaling,
+        yarn=mixer.yarn,
+        partial_rotary_factor=mixer.partial_rotary_factor,
+        partial_rotary_type=mixer.partial_rotary_type,
+    )
+    cos, sin = rotary_tables(positions, inverse, amplitude, states[0].dtype)
+    return [apply_rotary(x, cos, sin, interleaved=mixer.rope_interleaved) for x in states]
+
+
+def attended(
+    mixer: Any,
+    new: Mapping[str, jax.Array],
+    cache: DecodeCache | None,
+    valid: jax.Array | None,
+    positions: jax.Array,
+    segment_ids: jax.Array | None,
+    metadata: AttentionMetadata,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """What the call's queries attend, and where [B, S, T]: the `new` arrays [B, heads, S, features] alone, or all that
+    `cache` holds once they are appended. `mixer` states causal, window and chunk."""
+    held, key_positions = tuple(new.values()), positions
+    if cache is not None:
+        assert valid is not None
+        cache.append(new, valid, jnp.broadcast_to(positions, valid.shape))
+        held, valid, key_positions = cache.read(), cache.valid.value, cache.positions.value
+    seen = visibility(
+        positions,
+        key_positions if metadata.key_positions is None else metadata.key_positions,
+        causal=mixer.causal,
+        window=mixer.window,
+        chunk=mixer.chunk,
+        key_valid=valid,
+        segment_ids=segment_ids,
+        pairwise_mask=metadata.pairwise_mask,
+    )
+    return held, seen
 
 
 def row_positions(valid: jax.Array | None, length: int) -> jax.Array:

@@ -17,20 +17,21 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import (
     ATTENTION_IMPLS,
     AttentionMetadata,
+    attended,
     grouped_scores,
     grouped_values,
     in_query_blocks,
     probabilities,
     real_tokens,
     refuse_call,
+    rotated,
     token_positions,
-    visibility,
 )
 from .dense import Dense, compute_dtype, kernel_init, product
 from .kv_cache import DecodeCache, refuse_unbuildable_cache
 from .norms import RMSNorm
 from .records import KVCache, RopeScaling, YarnScaling
-from .rope import apply_rotary, rotary_freqs, rotary_tables, yarn_softmax_correction
+from .rope import yarn_softmax_correction
 
 
 class ExpansionKernel(nn.Module):
@@ -132,37 +133,10 @@ class LatentAttention(nn.Module):
         if positions is None:
             positions = token_positions(valid, length, cache)
 
-        inverse, amplitude = rotary_freqs(
-            self.qk_rope_head_dim,
-            self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            yarn=self.yarn,
-            partial_rotary_factor=self.partial_rotary_factor,
-            partial_rotary_type=self.partial_rotary_type,
-        )
-        cos, sin = rotary_tables(positions, inverse, amplitude, query.dtype)
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
-        rope = apply_rotary(rope, cos, sin, interleaved=self.rope_interleaved)
-        rope_key = apply_rotary(rope_key[:, :, None], cos, sin, interleaved=self.rope_interleaved)
-
-        latent, rope_key, key_positions = latent[:, None], rope_key.transpose(0, 2, 1, 3), positions
-        if cache is not None:
-            new = {"cached_latent": latent, "cached_rope_key": rope_key}
-            cache.append(new, valid, jnp.broadcast_to(positions, (batch, length)))
-            latent, rope_key = cache.read()
-            valid, key_positions = cache.valid.value, cache.positions.value
-        if metadata.key_positions is not None:
-            key_positions = metadata.key_positions
-        seen = visibility(
-            positions,
-            key_positions,
-            causal=self.causal,
-            window=self.window,
-            chunk=self.chunk,
-            key_valid=valid,
-            segment_ids=segment_ids,
-            pairwise_mask=metadata.pairwise_mask,
-        )
+        rope, rope_key = rotated(self, self.qk_rope_head_dim, positions, rope, rope_key[:, :, None])
+        new = {"cached_latent": latent[:, None], "cached_rope_key": rope_key.transpose(0, 2, 1, 3)}
+        (latent, rope_key), seen = attended(self, new, cache, valid, positions, segment_ids, metadata)
         width = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         kernel = ExpansionKernel(self.kv_lora_rank, width, self.init_std, name="kv_b_proj")()
         attend = self._absorbed if self._absorbs(length, latent.shape[2]) else self._expanded
