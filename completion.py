@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .console import Clock
-from .converters.banks import SOURCE, is_bank_directory
+from .converters.banks import is_bank_directory
+from .converters.layout import SOURCE
 from .converters.source import open_source
 from .converters.tokenizer import TOKENIZER, FastTokenizer, TextStream, Tokenizer, stop_ids
 from .families.errors import ConversionError

@@ -29,15 +29,13 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from ..families.registry import find
 from .copying import default_threads
-from .layout import CARRIED, SUFFIX, part_leaf, split_key
+from .layout import CARRIED, HEADERS, SOURCE, SUFFIX, part_leaf, split_key
 from .manifest import Manifest, read_manifest
 from .manifest_checks import AGAIN
 from .safetensors_files import Header, MappedFile, parse_header, read_header
 from .side_files import fault_of_file
 from .source import CONFIG, INDEX, read_json_object
 
-HEADERS = "headers"
-SOURCE = "source"
 ALTERED = "the file was altered or is damaged"
 
 
@@ -138,7 +136,7 @@ def open_banks(path: str | Path) -> Banks:
             found, needed = ("no such tensor", "it") if key in tensors else ("a tensor", "only those of the manifest")
             findings.append(Finding(f"{name}: {key}", found, needed, AGAIN))
     findings += _unfit_codings(manifest, headers)
-    for name in beside_files(manifest):
+    for name in manifest.beside_files:
         fault = fault_of_file(directory / name, roots)
         if fault is not None:
             findings.append(Finding(name, fault, "the file the import wrote", AGAIN))
@@ -239,7 +237,7 @@ def check_beside(banks: Banks) -> list[Finding]:
     """A finding for every file beside the weights (config, index, side files, headers) that is not the one that was
     written: by checksum, or by size in banks whose manifest has no checksums of them."""
     manifest, findings = banks.manifest, []
-    for name in beside_files(manifest):
+    for name in manifest.beside_files:
         data = (banks.path / name).read_bytes()
         if name in manifest.beside:
             expected = manifest.beside[name]["xxh3"]
@@ -250,12 +248,6 @@ def check_beside(banks: Banks) -> list[Finding]:
             if len(data) != size:
                 findings.append(Finding(name, f"{len(data)} bytes", f"{size}", ALTERED))
     return findings
-
-
-def beside_files(manifest: Manifest) -> list[str]:
-    """What a bank directory keeps beside its weights, as paths in it."""
-    names = [CONFIG, *([INDEX] if manifest.has_index else []), *manifest.side_files]
-    return [*(f"{SOURCE}/{name}" for name in names), *(f"{HEADERS}/{shard}.json" for shard in manifest.shards)]
 
 
 def _damaged(what: str, found: str, expected: str) -> Finding:

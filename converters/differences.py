@@ -13,7 +13,7 @@ from ..families.rules import Placement
 from .banks import Banks, is_bank_directory, open_banks
 from .copying import gather
 from .dtypes import NUMPY, as_bits, safetensors_dtype
-from .exporting import bank_layout, held_tensors, refuse_incomplete
+from .exporting import held_leaves, held_tensors
 from .layout import CARRIED
 from .parts import target_parts
 from .safetensors_files import MappedFile, TensorEntry
@@ -92,8 +92,7 @@ def source_tensors(source: Source) -> dict[str, NamedTensor]:
 def bank_tensors(banks: Banks) -> dict[str, NamedTensor]:
     """The checkpoint's tensors as banks hold them: what an export in the stored dtypes would write."""
     held = held_tensors(banks)
-    refuse_incomplete(banks, held)
-    leaves = bank_layout(banks, [place for item in held for place in item.places])
+    leaves = held_leaves(banks, held)
 
     def read(place: Placement) -> np.ndarray:
         leaf = leaves[place.leaf]

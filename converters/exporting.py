@@ -14,13 +14,13 @@ from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Spelling
 from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
-from .banks import SOURCE, BankCheck, Banks, check_beside
+from .banks import BankCheck, Banks, check_beside
 from .closing import respell_statements
 from .codecs import Logical, Stored
 from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
 from .copying import Part
 from .dtypes import numpy_dtype
-from .layout import CARRIED, Layout, Leaf, is_part, lay_out_leaves, split_leaf
+from .layout import CARRIED, SOURCE, Layout, Leaf, is_part, lay_out_leaves, split_leaf
 from .manifest import MANIFEST
 from .manifest_checks import AGAIN
 from .parts import expand, target_parts
@@ -126,7 +126,7 @@ def plan_export(
     tensors = held_tensors(banks)
     if text_only:
         tensors = _text_half(banks, tensors)
-    refuse_incomplete(banks, tensors)
+    held_leaves(banks, tensors)
     chosen = banks.manifest.dtype if not cast else str(dtype)
     specs = {
         shard: [
@@ -342,8 +342,9 @@ def _text_half(banks: Banks, tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
     return result
 
 
-def refuse_incomplete(banks: Banks, tensors: Sequence[HeldTensor]) -> None:
-    """Raises FindingsError naming every tensor that the banks do not hold in the shape the rules need."""
+def held_leaves(banks: Banks, tensors: Sequence[HeldTensor]) -> dict[str, Leaf]:
+    """Where the banks hold every leaf of `tensors`, by leaf path. Raises FindingsError naming every tensor that they do
+    not hold in the shape the rules need."""
     findings = []
     leaves = bank_layout(banks, [place for item in tensors for place in item.places])
     for item in tensors:
@@ -364,6 +365,7 @@ def refuse_incomplete(banks: Banks, tensors: Sequence[HeldTensor]) -> None:
             )
     if findings:
         raise FindingsError(str(banks.path), findings)
+    return leaves
 
 
 def _export_dtype(item: HeldTensor, dtype: str) -> str:

@@ -10,12 +10,12 @@ import numpy as np
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.rules import View
-from .banks import HEADERS, SOURCE, Banks, open_banks
+from .banks import Banks, open_banks
 from .copying import Part
 from .decoding import INT4
 from .dtypes import as_bits
 from .int4 import SHAPE
-from .layout import CARRIED, by_bank, file_name
+from .layout import CARRIED, HEADERS, SOURCE, by_bank, file_name
 from .manifest import MANIFEST, Manifest
 from .parts import Coding, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import

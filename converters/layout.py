@@ -22,15 +22,25 @@ from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import LayerPlan, group_layers, layer_plan
 from ..families.rules import View
 from .dtypes import nbytes
+from .source import CONFIG, INDEX
 
 TOP = "top"
 CARRIED = "carried"
 SUFFIX = ".safetensors"
+HEADERS = "headers"
+SOURCE = "source"
 MARK = ":"
 """What stands between a leaf's path and the name of a part of it; no parameter's name holds one."""
 
 _LAYER = re.compile(r"layers_(0|[1-9]\d*)/(.+)")
 _ROW_KEY = re.compile(r"(.+)@(0|[1-9]\d*)")
+
+
+def beside_files(has_index: bool, side_files: Iterable[str], shards: Iterable[str]) -> list[str]:
+    """What a bank directory keeps beside its weights, as paths in it: the source's config, index and side files, and
+    the headers of its shards."""
+    names = [CONFIG, *([INDEX] if has_index else []), *side_files]
+    return [*(f"{SOURCE}/{name}" for name in names), *(f"{HEADERS}/{shard}.json" for shard in shards)]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, FindingsError
 from ..families.family import Spelling
+from .layout import beside_files
 from .manifest_checks import AGAIN, manifest_findings
 from .parts import Coding
 from .source import read_json_object
@@ -97,6 +98,11 @@ class Manifest:
             "zeros": list(self.zeros),
             "side_files": list(self.side_files),
         }
+
+    @property
+    def beside_files(self) -> list[str]:
+        """What the bank directory keeps beside its weights, as paths in it."""
+        return beside_files(self.has_index, self.side_files, self.shards)
 
     def to_bytes(self) -> bytes:
         return (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode()

@@ -16,6 +16,7 @@ from ..families.registry import find
 from .codecs import PLAIN
 from .decoding import FP8, INT4
 from .dtypes import FLOATS
+from .layout import beside_files
 from .source import CONFIG, INDEX
 
 AGAIN = "import the checkpoint again"
@@ -61,8 +62,7 @@ def manifest_findings(value: Mapping[str, Any]) -> list[Finding]:
         found.inside("side_files", name)
     if not found.findings and "beside" in value:
         source = value["source"]
-        listed = [CONFIG, *([INDEX] if source["index"] else []), *value["side_files"]]
-        wanted = {*(f"source/{name}" for name in listed), *(f"headers/{shard}.json" for shard in source["shards"])}
+        wanted = set(beside_files(source["index"], value["side_files"], source["shards"]))
         for name in sorted(wanted ^ set(value["beside"])):
             stated, needed = ("nothing", "a checksum") if name in wanted else ("a checksum", "it in side_files")
             found.say(f"beside.{name}", stated, needed)

@@ -10,7 +10,7 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from ..families.errors import Finding, FindingsError
 from ..families.rules import View, leaf_shapes
-from .banks import HEADERS, SOURCE, Banks, is_bank_directory, open_banks
+from .banks import Banks, is_bank_directory, open_banks
 from .codecs import Logical
 from .copying import Part
 from .dtypes import safetensors_dtype
@@ -21,7 +21,7 @@ from .manifest import MANIFEST, Manifest
 from .parts import whole_tensor
 from .plan import ImportPlan, plan_import
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
-from .source import CONFIG, INDEX, Source, open_source
+from .source import Source, open_source
 from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
 from .trees import LeafArray, layer_leaves
 from .writing import FileJob, Progress, raw_part, write_files
@@ -112,12 +112,9 @@ def _like(like: str | Path | Banks | Source) -> _Like:
 
 def _like_banks(banks: Banks) -> _Like:
     manifest = banks.manifest
-    names = [f"{SOURCE}/{CONFIG}", *([f"{SOURCE}/{INDEX}"] if manifest.has_index else [])]
-    names += [f"{SOURCE}/{name}" for name in manifest.side_files]
-    names += [f"{HEADERS}/{shard}.json" for shard in manifest.shards]
 
     def copy_beside(stage: Path) -> dict[str, str]:
-        copied = {name: copy_file(banks.path / name, stage / name) for name in names}
+        copied = {name: copy_file(banks.path / name, stage / name) for name in manifest.beside_files}
         # What was damaged since the import is not taken for whole by copying it.
         return {name: manifest.beside.get(name, {}).get("xxh3", digest) for name, digest in copied.items()}
 
