@@ -30,9 +30,6 @@ def rounding_bound(dtype: str, layers: int, largest: float, passes: int = 1) -> 
 LARGEST = 2.8
 """The largest of one draw of roundings against the largest of another."""
 
-AMPLIFIED = math.sqrt(2) * LARGEST
-"""How many times one side's measured rounding two sides of the same rounding may lie apart."""
-
 PRODUCTS = {"float32": 3.2}
 """What JAX's rounding is to torch's, by dtype; 1 for the others, whose roundings are of the stored dtype. XLA's float32
 product on a CPU adds up in longer chains than torch's: of 2048 terms its error is 3.2 times as large

@@ -50,10 +50,7 @@ class ReferenceRun:
     def routes(self, fields: DecoderFields) -> np.ndarray | None:
         """The experts [B, S, layers, k] that a candidate with `fields` takes: the reference's below float32
         (docs/parity.md), its own (None) in float32 and when it cannot take those."""
-        mixture, routes = fields.mixture, self.forward.routes
-        if self.dtype == "float32" or mixture is None or routes is None:
-            return None
-        return routes if routes.shape[2:] == (fields.num_layers, mixture.top_k) else None
+        return None if self.dtype == "float32" else self.forward.routes_for(fields)
 
     @property
     def logits_bound(self) -> float:

@@ -52,15 +52,15 @@ class Comparison:
     def repeats(self) -> bool:
         """Whether both sides take the experts the reference chose: below float32, where a choice within rounding of
         another makes the numbers after it another text's (docs/parity.md). `routing` judges the choices."""
-        fields, routes = self.jax.fields, self.reference.routes
-        if self.dtype == "float32" or fields.mixture is None or routes is None:
-            return False
-        return routes.shape[2:] == (fields.num_layers, fields.mixture.top_k)
+        return self.routes is not None
 
-    @property
+    @cached_property
     def routes(self) -> np.ndarray | None:
         """The experts [B, S, layers, k] both sides take for the probe, None when each chooses for itself."""
-        return self.reference.routes if self.repeats else None
+        # Asked before any check: a decoder without experts, and float32, need no forward to answer.
+        if self.dtype == "float32" or self.jax.fields.mixture is None:
+            return None
+        return self.reference.routes_for(self.jax.fields)
 
     @cached_property
     def ours(self) -> Forward:

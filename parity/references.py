@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..converters.source import open_source
+from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from .fixtures import CORRECTION, architecture, model_class
@@ -52,6 +53,12 @@ class Forward:
         """The chosen experts [B, S, layers, k] by decoder layer, as `routed_experts` takes them, dense layers' unread;
         None when no layer routes."""
         return stacked_routes({layer: one.experts for layer, one in self.routed.items()}, len(self.streams) - 1)
+
+    def routes_for(self, fields: DecoderFields) -> np.ndarray | None:
+        """The chosen experts where a decoder of `fields` can take them, None where it cannot."""
+        mixture, routes = fields.mixture, self.routes
+        fit = mixture is not None and routes is not None and routes.shape[2:] == (fields.num_layers, mixture.top_k)
+        return routes if fit else None
 
 
 def stacked_routes(experts: Mapping[int, np.ndarray], layers: int) -> np.ndarray | None:

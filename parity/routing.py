@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..dew_core.records import Mixture
-from .bounds import AMPLIFIED, rounding_bound
+from .bounds import amplified_bound, rounding_bound
 from .references import Routed
 
 CLEAR = 2.0
@@ -40,7 +40,7 @@ def tie_bound(mixture: Mixture, reference: Routed, wide: Routed, dtype: str, lay
     precision up, given the same choices. Never more than `score_bound`, which in bfloat16 is a good part of the
     scores themselves (of a correction bias of 7, more than what the biases differ by)."""
     moved = float(np.abs(_scores(mixture, reference) - _scores(mixture, wide)).max())
-    return min(score_bound(mixture, reference, dtype, layers), AMPLIFIED * moved)
+    return min(score_bound(mixture, reference, dtype, layers), amplified_bound(0.0, moved, dtype))
 
 
 def margins(mixture: Mixture, reference: Routed) -> np.ndarray:

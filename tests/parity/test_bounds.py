@@ -1,5 +1,7 @@
 """The bound, and what widens it: the reference's own rounding, and of the candidate's the head's sum alone."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from dewconv.converters.source import open_source
 from dewconv.families import find
 from dewconv.families.rules import assign_leaves
 from dewconv.parity import write_checkpoint
-from dewconv.parity.bounds import AMPLIFIED, CONSTANT, EPS, LARGEST, PRODUCTS, amplified_bound, rounding_bound
+from dewconv.parity.bounds import CONSTANT, EPS, LARGEST, PRODUCTS, amplified_bound, rounding_bound
 from dewconv.parity.candidate import reference_run, source_tensors
 from dewconv.parity.checks import judged
 from dewconv.parity.decoders import from_leaves
@@ -24,11 +26,11 @@ def test_the_bound_is_linear_in_what_it_counts():
 
 def test_the_references_rounding_widens_and_never_narrows():
     assert amplified_bound(1.0, 0.1, "bfloat16") == 1.0
-    assert amplified_bound(1.0, 2.0, "bfloat16") == pytest.approx(AMPLIFIED * 2.0)
+    assert amplified_bound(1.0, 2.0, "bfloat16") == pytest.approx(math.sqrt(2) * LARGEST * 2.0)
     assert amplified_bound(1.0, 2.0, "float32") == pytest.approx(LARGEST * 2.0 * np.hypot(1, PRODUCTS["float32"]))
     assert judged(1.0, "bfloat16", 0.1) == (1.0, "")
     bound, note = judged(1.0, "bfloat16", 2.0)
-    assert bound == pytest.approx(AMPLIFIED * 2.0)
+    assert bound == pytest.approx(math.sqrt(2) * LARGEST * 2.0)
     assert "2.00e+00" in note
 
 
