@@ -248,7 +248,8 @@ def test_the_runner_tells_a_catalogue_that_is_wrong(bench):
         report = run_faults(bench.family, faults=[Fault("tried", "", "", seeds, expect)], bench=bench)
         return report.outcomes[0].good
 
-    limited = Bench(replace(bench.family, variants={"untied": bench.family.variants["untied"]}), bench.directory)
+    first = next(iter(bench.family.variants))
+    limited = Bench(replace(bench.family, variants={first: bench.family.variants[first]}), bench.directory)
     bench = limited
     assert [tried(nothing, expect) for expect in ("refused", "numbers", "caught", "equal", "within")] == [
         False,
