@@ -19,7 +19,7 @@ from dewconv.families import ConversionError
 POINTS = 8
 
 SLOWED = """
-import sys, time
+import signal, sys, time
 from dewconv.converters import safetensors_files
 from dewconv.cli import run
 
@@ -31,6 +31,8 @@ def write_at(self, *arguments):
     time.sleep(0.02)
 
 safetensors_files.FileWriter.write_at = write_at
+# A shell without job control starts what runs in its background with interrupts ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(run(sys.argv[1:]))
 """
 """The command, telling of each write and waiting after it, so that a signal finds it where it is meant to."""
