@@ -145,7 +145,8 @@ def weights(d: DecoderFields) -> Iterator[Statement]:
 
 
 def _tiny(**changes: Any) -> dict[str, Any]:
-    """A released Qwen3-MoE config at a size where every dimension differs."""
+    """A released Qwen3-MoE config at a size where every dimension differs, its epsilon large enough for another one to
+    show far above rounding."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
@@ -170,7 +171,7 @@ def _tiny(**changes: Any) -> dict[str, Any]:
         "num_hidden_layers": 3,
         "num_key_value_heads": 2,
         "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
+        "rms_norm_eps": 1e-04,
         "rope_scaling": None,
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.001,
