@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.records import Mixture
-from .fields import Config, Line, Unreadable, count, flag, layer_count, positive, value_of, via
+from .fields import Config, Line, Unreadable, count, flag, layer_count, optional, positive, value_of, via
 from .rules import Carried
 
 DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -23,6 +23,39 @@ def whole(key: str, value: Any) -> int:
     return value
 
 
+FIRST_DENSE = "first_k_dense_replace"
+MLP_TYPES = "mlp_layer_types"
+
+
+def mlp_types(key: str, value: Any) -> tuple[str, ...]:
+    """A list of "dense" and "sparse", one a layer. Raises Unreadable."""
+    if not isinstance(value, list | tuple):
+        raise Unreadable(key, value, "a list, one entry per layer")
+    for name in value:
+        if name not in ("dense", "sparse"):
+            raise Unreadable(key, name, "dense or sparse", "not supported")
+    return tuple(value)
+
+
+def read_sparse_layers(config: Config, depth: int, said_by: tuple[str, ...], first_dense: int) -> tuple[int, ...]:
+    """The sparse ones of `depth` layers. said_by: the keys the config class reads, the strongest first.
+
+    A `first_k_dense_replace` that the class does not read (transformers 5.24 `Glm4MoeLiteConfig`) and that says
+    otherwise than the class computes is refused: the release's other code may follow it.
+    """
+    types = value_of(config, MLP_TYPES, optional(mlp_types), None) if MLP_TYPES in said_by else None
+    stated = value_of(config, FIRST_DENSE, whole, first_dense)
+    if types is not None:
+        if len(types) != depth:
+            raise Unreadable(MLP_TYPES, len(types), f"{depth} entries, one per layer of num_hidden_layers")
+        return tuple(index for index, name in enumerate(types) if name == "sparse")
+    if FIRST_DENSE not in said_by and min(stated, depth) != min(first_dense, depth):
+        raise Unreadable(
+            FIRST_DENSE, stated, f"{first_dense}: the class does not read it", f"state {MLP_TYPES}, which it reads"
+        )
+    return tuple(range(min(stated, depth), depth))
+
+
 def sigmoid_experts(
     experts: int,
     chosen: int,
@@ -34,10 +67,15 @@ def sigmoid_experts(
     normalised: bool,
     scaling: float,
     layers: int,
+    said_by: tuple[str, ...] = (FIRST_DENSE,),
 ) -> Line:
     """Experts chosen by a sigmoid with a correction bias within the best groups, beside shared ones (transformers 5.24
-    `DeepseekV3MoE`, `DeepseekV3TopkRouter`; `Glm4MoeMoE`, `Glm4MoeTopkRouter`). Layers from `first_k_dense_replace` on
-    are sparse. Each argument is the config class's default. `n_shared_experts` of 0 or null is none.
+    `DeepseekV3MoE`, `DeepseekV3TopkRouter`; `Glm4MoeMoE`, `Glm4MoeTopkRouter`). Each argument but the last is the
+    config class's default. `n_shared_experts` of 0 or null is none.
+
+    said_by: the keys that tell the class which layers are sparse, the strongest first: `FIRST_DENSE`, from that layer
+    on; `MLP_TYPES`, layer by layer (`Glm4MoeLiteConfig`); both, where the list goes before the number
+    (`GlmMoeDsaConfig`).
     """
 
     def read(config: Config) -> Mapping[str, Any]:
@@ -58,7 +96,7 @@ def sigmoid_experts(
         mixture = Mixture(
             experts=total,
             top_k=taken,
-            layers=tuple(range(min(value_of(config, "first_k_dense_replace", whole, first_dense), depth), depth)),
+            layers=read_sparse_layers(config, depth, said_by, first_dense),
             score_function="sigmoid",
             norm_topk_prob=value_of(config, "norm_topk_prob", flag, normalised),
             scaling=float(value_of(config, "routed_scaling_factor", positive, scaling)),
@@ -74,13 +112,15 @@ def sigmoid_experts(
         mixture = d.mixture
         if mixture is None or mixture.expert_features is None:
             return {}
-        sparse = mixture.layers if mixture.layers is not None else range(d.num_layers)
+        sparse = mixture.layers if mixture.layers is not None else tuple(range(d.num_layers))
+        types = ["sparse" if index in sparse else "dense" for index in range(d.num_layers)]
+        listed = MLP_TYPES in said_by
         return {
             "n_routed_experts": mixture.experts,
             "num_experts_per_tok": mixture.top_k,
             "n_group": mixture.groups,
             "topk_group": mixture.groups_per_token,
-            "first_k_dense_replace": min(sparse, default=d.num_layers),
+            **({MLP_TYPES: types} if listed else {FIRST_DENSE: min(sparse, default=d.num_layers)}),
             "moe_intermediate_size": mixture.expert_features,
             "n_shared_experts": mixture.shared_features // mixture.expert_features,
             "norm_topk_prob": mixture.norm_topk_prob,
@@ -92,7 +132,8 @@ def sigmoid_experts(
         "num_experts_per_tok",
         "n_group",
         "topk_group",
-        "first_k_dense_replace",
+        FIRST_DENSE,
+        *((MLP_TYPES,) if MLP_TYPES in said_by else ()),
         "moe_intermediate_size",
         "n_shared_experts",
         "norm_topk_prob",
