@@ -42,7 +42,8 @@ def rewritten(path, change):
 
 
 @pytest.mark.parametrize(
-    ("family", "single"), [("qwen3_moe", "experts"), ("glm4_moe", "qk_norm"), ("deepseek_v3", "untied")]
+    ("family", "single"),
+    [("qwen3_moe", "experts"), ("glm4_moe", "qk_norm"), ("glm4_moe_lite", "untied"), ("deepseek_v3", "untied")],
 )
 def test_both_forms_give_the_same_banks_and_come_back_in_their_own(tmp_path, family, single):
     found = {}
@@ -130,7 +131,7 @@ def test_impossible_mixtures_are_refused_by_key(family, changes, key):
         owner.read({**config, **changes})
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
     path = written(tmp_path, family, "bias_seven")
     before = load_file(path / "model.safetensors")
@@ -150,7 +151,7 @@ def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
     assert after.tobytes() == bias.tobytes()
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 @pytest.mark.parametrize("depths", [1, 3])
 def test_prediction_depths_that_share_a_shard_with_the_head_come_back(tmp_path, depths, family):
     from dataclasses import replace

@@ -13,7 +13,7 @@ from dewconv.families import find
 from dewconv.parity.gates import close_config, close_names, released_configs, released_names
 
 DATA = Path(__file__).parents[1] / "data"
-FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
 def inspected(release, tmp_path):
@@ -92,6 +92,20 @@ def test_latent_attention_counts(tmp_path, release, billions, dense, depths):
     assert found.problems == ()
 
 
+def test_glm_flash_counts(tmp_path):
+    """ "30B" is the decoder, the embedding and the head with it; the 31B on disk have layer 47 too, whose own
+    embedding and head are copies."""
+    found = inspected("zai-org__GLM-4.7-Flash", tmp_path)
+    assert found.parameters == pytest.approx(30e9, rel=0.005)
+    assert [(run.bank, run.layers) for run in found.runs] == [("layers_0", 1), ("layers_1_46", 46)]
+    names = released_names(find("glm4_moe_lite"), DATA)["zai-org__GLM-4.7-Flash"]
+    depth = {name: shape for name, shape in names.items() if name.startswith("model.layers.47.")}
+    assert found.parameters == sum(map(prod, names.values())) - sum(map(prod, depth.values()))
+    assert sum(map(prod, names.values())) == pytest.approx(31.2e9, rel=0.005)
+    assert any("1 prediction-depth layer(s) are carried" in notice for notice in found.notices)
+    assert found.problems == ()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_released_configs_close(name):
     found = {
@@ -101,7 +115,7 @@ def test_released_configs_close(name):
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("name", ["olmo3", "glm4", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["olmo3", "glm4", "glm4_moe_lite", "deepseek_v3"])
 def test_released_names_close(name):
     family = find(name)
     configs = released_configs(family, DATA)

@@ -9,7 +9,7 @@ import pytest
 
 import dewconv
 from dewconv.dew_core.fields import DecoderFields
-from dewconv.families import deepseek_v3, gemma3, glm4, glm4_moe, olmo3, qwen3, qwen3_moe
+from dewconv.families import deepseek_v3, gemma3, glm4, glm4_moe, glm4_moe_lite, olmo3, qwen3, qwen3_moe
 from dewconv.parity.cards import status
 from dewconv.parity.expert_faults import EXPERT_FAULTS
 from dewconv.parity.fault_runner import Bench, instances_of, run_faults
@@ -36,7 +36,7 @@ ONE_PLAIN_ROPE = {
 }
 NO_WINDOW = {"window_off", "window_dropped", "window_spread", "window_as_chunk", "pattern_wrong"}
 
-MEASURED = (qwen3, gemma3, olmo3, glm4, qwen3_moe, glm4_moe, deepseek_v3)
+MEASURED = (qwen3, gemma3, olmo3, glm4, qwen3_moe, glm4_moe, glm4_moe_lite, deepseek_v3)
 CLAIMED = [module.FAMILY for module in MEASURED if (status(module.FAMILY.name) or 0) >= 4]
 """The families whose cards say that every fault is caught: what is claimed is measured again."""
 
@@ -88,6 +88,29 @@ ABSENT = {
         "inert_partial_rotary_type",
     },
     "deepseek_v3": {
+        *NO_WINDOW,
+        "queries_and_keys_swapped",
+        "keys_and_values_swapped",
+        "queries_and_outputs_swapped",
+        "qk_norms_swapped",
+        "biases_swapped",
+        "grouping_interleaved",
+        "key_heads_repeated",
+        "rope_pairs_uninterleaved",
+        "rope_halves_exchanged",
+        "qk_norm_dropped",
+        "qk_norm_scope_wrong",
+        "correction_bias_invented",
+        "rope_thetas_exchanged",
+        "rope_scaling_spread",
+        "linear_factor_on_theta",
+        "llama3_ramp_wrong",
+        "window_spread",
+        "output_norms_dropped",
+        "input_norms_dropped",
+        "embedding_scale_unrounded",
+    },
+    "glm4_moe_lite": {
         *NO_WINDOW,
         "queries_and_keys_swapped",
         "keys_and_values_swapped",
