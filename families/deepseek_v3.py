@@ -1,9 +1,11 @@
-"""DeepSeek V3, R1 and V3.1, and Kimi K2 (transformers 5.24 `DeepseekV3ForCausalLM`, `DeepseekV3Config`).
+"""DeepSeek V3, R1 and V3.1, Kimi K2, and the text half of Kimi K2.5 (transformers 5.24 `DeepseekV3ForCausalLM`,
+`DeepseekV3Config`, `Kimi_K25ForConditionalGeneration`).
 
 Latent attention with neighbouring rotary pairs and YaRN's two corrections, dense first layers, then experts chosen by
 a sigmoid with a float32 correction bias within the best groups, beside shared ones. `kimi_k2` is the same model under
-another name and other sizes, which transformers 5.24 has no class of. Prediction-depth layers follow the last layer on
-disk; transformers ignores them, and they are carried.
+another name and other sizes, which transformers 5.24 has no class of; `kimi_k25` wraps it beside a vision tower and
+a projector, which are carried, not computed. Prediction-depth layers follow the last layer on disk; transformers
+ignores them, and they are carried.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from .blocks import (
     tied,
     trunk,
 )
-from .family import Family, Variant
+from .family import Family, Spelling, Variant, Wrapper
 from .fields import fixed, flag, inert, same, via
+from .generation_keys import generation_keys
 from .mixtures import carried_depths, prediction_depths, sigmoid_experts
 from .rope import rope
-from .rules import Statement
+from .rules import Carried, Statement
 
 FIELDS = (
     *bookkeeping(),
@@ -64,6 +67,7 @@ FIELDS = (
         why="the training loss, and what the reference returns",
     ),
     inert("ep_size", "pretraining_tp", why="how the model is spread over devices"),
+    *generation_keys(),
     via((), lambda config: {"scale_after_cast": True}, lambda d: {}, "DeepseekV3RMSNorm casts, then scales"),
 )
 
@@ -74,6 +78,30 @@ def weights(d: DecoderFields) -> Iterator[Statement]:
     yield from latent_attention(d)
     yield from gated_mlp(d)
     yield from experts(d)
+
+
+TOWER = "the vision tower is not part of the decoder"
+PROJECTOR = "the image projector is not part of the decoder"
+
+WRAPPER = Wrapper(
+    model_types=("kimi_k25",),
+    architecture="Kimi_K25ForConditionalGeneration",
+    fields=(
+        *bookkeeping(),
+        inert("vision_config", "projection_hidden_size", "projection_layer_norm_eps", why="image input, carried"),
+        inert("media_placeholder_token_id", "image_token_id", "video_token_id", why="image and video placeholders"),
+        inert("vision_start_token_id", "vision_end_token_id", "video_placeholder", why="marks of images and videos"),
+        inert("use_unified_vision_chunk", why="how images are cut"),
+        inert("ignore_index", why="the training loss"),
+    ),
+    shared=("tie_word_embeddings",),
+    carried=(Carried("vision_tower.", TOWER), Carried("mm_projector.", PROJECTOR)),
+    parts={"vision_config": ("vision_tower.",)},
+)
+
+KIMI_K25 = Spelling("language_model.model.", "language_model.lm_head.")
+"""Kimi K2.5 and later. What transformers 5.24 saves of one is no layout: its renaming of the tower's `blocks` reaches
+the decoder's layers."""
 
 
 def _yarn(mscale: float, mscale_all_dim: float, **changes: Any) -> Mapping[str, Any]:
@@ -143,6 +171,110 @@ def _without(*keys: str, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in _tiny(**changes).items() if key not in keys}
 
 
+def _kimi(**changes: Any) -> dict[str, Any]:
+    """Kimi K2's config: its model type, odd expert count and what it adds."""
+    return _tiny(
+        model_type="kimi_k2",
+        aux_loss_alpha=0.001,
+        seq_aux=True,
+        pretraining_tp=1,
+        n_routed_experts=7,
+        rope_theta=50000.0,
+        routed_scaling_factor=2.827,
+        **changes,
+    )
+
+
+def _wrapped(**text: Any) -> dict[str, Any]:
+    """Kimi K2.5's config at a tiny size: the text half states its defaults. The tower's sizes are under the keys of
+    `Kimi_K25VisionConfig`, which does not know the release's."""
+    yarn = _yarn(1.0, 1.0, factor=64.0, beta_fast=32.0, beta_slow=1.0)
+    inner = _kimi(rope_scaling=yarn, **text)
+    del inner["torch_dtype"]
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "bos_token_id": 0,
+        "dtype": "bfloat16",
+        "eos_token_id": 1,
+        "ignore_index": -100,
+        "media_placeholder_token_id": 140,
+        "model_type": "kimi_k25",
+        "pad_token_id": 2,
+        "projection_hidden_size": 16,
+        "text_config": {
+            **inner,
+            "add_cross_attention": False,
+            "chunk_size_feed_forward": 0,
+            "cross_attention_hidden_size": None,
+            "do_sample": False,
+            "dtype": "bfloat16",
+            "is_decoder": False,
+            "max_length": 20,
+            "output_attentions": False,
+            "pruned_heads": {},
+            "return_dict": True,
+            "temperature": 1.0,
+            "tie_encoder_decoder": False,
+            "top_k": 50,
+        },
+        "tie_word_embeddings": False,
+        "use_unified_vision_chunk": True,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "merge_kernel_size": [2, 2],
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "patch_size": 7,
+            "pos_emb_height": 4,
+            "pos_emb_time": 2,
+            "pos_emb_width": 4,
+        },
+    }
+
+
+PROJECTIONS = r"\.(self_attn\.\w+_proj(_with_mqa)?|mlp(\.experts\.\d+|\.shared_experts)?\.(gate|up|down)_proj)\.weight$"
+"""What DeepSeek's releases store in FP8: every matrix of a layer but the router's."""
+ROUTED = r"\.mlp\.experts\.\d+\.\w+\.weight$"
+"""What Kimi K2.5 stores packed."""
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+PARTIAL_BLOCKS = {
+    "hidden_size": 136,
+    "q_lora_rank": 200,
+    "intermediate_size": 144,
+    "moe_intermediate_size": 132,
+    "torch_dtype": "bfloat16",
+}
+"""Sizes that are no multiples of a block's: every matrix has blocks that are cut."""
+
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 BFLOAT16 = {"storage": "bfloat16", "float32": ("e_score_correction_bias",)}
 
@@ -155,17 +287,8 @@ VARIANTS = {
     "yarn_1_half": Variant(_tiny(rope_scaling=_yarn(1.0, 0.5)), "both corrections, and they differ"),
     "yarn_1_0": Variant(_tiny(rope_scaling=_yarn(1.0, 0)), "cos and sin amplified, the softmax not corrected"),
     "kimi_k2": Variant(
-        _tiny(
-            model_type="kimi_k2",
-            aux_loss_alpha=0.001,
-            seq_aux=True,
-            pretraining_tp=1,
-            n_routed_experts=7,
-            rope_scaling=_yarn(
-                1.0, 1.0, factor=32.0, beta_fast=1.0, beta_slow=1.0, original_max_position_embeddings=40
-            ),
-            rope_theta=50000.0,
-            routed_scaling_factor=2.827,
+        _kimi(
+            rope_scaling=_yarn(1.0, 1.0, factor=32.0, beta_fast=1.0, beta_slow=1.0, original_max_position_embeddings=40)
         ),
         "Kimi K2's model type, ramp and odd expert count",
     ),
@@ -256,6 +379,40 @@ VARIANTS = {
         "two dense layers, then eleven sparse ones, in a bfloat16 file",
         **BFLOAT16,
     ),
+    "fp8": Variant(
+        _tiny(quantization_config=FP8, rope_scaling=_yarn(1.0, 1.0), **PARTIAL_BLOCKS),
+        "matrices in block-scaled FP8, none of whole blocks, scales in another file than their codes",
+        coded=PROJECTIONS,
+        **BFLOAT16,
+    ),
+    "fp8_depths": Variant(
+        _tiny(
+            num_nextn_predict_layers=3,
+            quantization_config={
+                **FP8,
+                "scale_fmt": "ue8m0",
+                "modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.o_proj"],
+            },
+            **PARTIAL_BLOCKS,
+        ),
+        "three prediction depths in FP8 in the head's file, and one matrix of one layer that is not converted",
+        depths=3,
+        coded=rf"^(?!model\.layers\.1\.self_attn\.o_proj\.).*{PROJECTIONS}",
+        **BFLOAT16,
+    ),
+    "kimi_k25": Variant(
+        _wrapped(),
+        "Kimi K2.5's prefix and ramp, and a vision tower beside the decoder",
+        KIMI_K25,
+        **BFLOAT16,
+    ),
+    "kimi_k25_int4": Variant(
+        _wrapped(hidden_size=64, moe_intermediate_size=32, quantization_config=INT4),
+        "the same with packed 4-bit experts, their quantisation record in the text half",
+        KIMI_K25,
+        coded=ROUTED,
+        **BFLOAT16,
+    ),
 }
 
 FAMILY = Family(
@@ -266,5 +423,7 @@ FAMILY = Family(
     weights=weights,
     reference="transformers:DeepseekV3ForCausalLM",
     variants=VARIANTS,
+    spellings=(Spelling(), KIMI_K25),
+    wrapper=WRAPPER,
     carried=carried_depths(61),
 )

@@ -54,7 +54,8 @@ class Variant:
     float32: name endings stored in float32 in an otherwise bfloat16 file. storage: the file's dtype. length: tokens
     of the longest probe (past every window, chunk and rope threshold of the config). form: which of the forms of a
     `OneOf` the file has, the hub's when empty. correction_bias: mean and spread of a router's correction biases.
-    depths: prediction-depth layers in the file past the last layer.
+    depths: prediction-depth layers in the file past the last layer. coded: a pattern of the tensors that are stored
+    as the config's quantization_config says, codes and scales; empty for none.
     """
 
     config: Mapping[str, Any]
@@ -67,6 +68,7 @@ class Variant:
     form: str = ""
     correction_bias: tuple[float, float] | None = None
     depths: int = 0
+    coded: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..converters.closing import close, respell_statements
 from ..converters.codecs import Stored
+from ..converters.parts import decode_whole
 from ..converters.plan import ImportPlan, plan_import
 from ..converters.source import open_source
 from ..dew_core.fields import DecoderFields
@@ -98,7 +99,11 @@ def source_tensors(plan: ImportPlan) -> dict[str, np.ndarray]:
     source = plan.source
     shards = {name: source.open_shard(name) for name in source.headers}
     wanted = {place.source for place in plan.placements}
-    return {name: shards[item.file].view(name) for name, item in source.tensors.items() if name in wanted}
+
+    def read(name: str) -> np.ndarray:
+        return shards[source.tensors[name].file].view(name)
+
+    return {name: decode_whole(plan.tensors[name], read) for name in wanted}
 
 
 def evaluate_candidate(

@@ -1,11 +1,12 @@
 """Tiny checkpoints: a variant's config, weights in which nothing is neutral, and the hub's tensor names.
 
-The names are those the torch module gives its parameters, respelled by the tables below. The families' rules make
-none of them, so that a wrong rule cannot agree with itself.
+The names are those the torch module gives its parameters, respelled by the tables of `hub_names`. The families' rules
+make none of them, so that a wrong rule cannot agree with itself.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -19,23 +20,9 @@ from safetensors.torch import save_file
 
 from ..families.errors import ConversionError
 from ..families.family import Family, Variant
+from .hub_names import as_stored, hub_name
 from .torch_experts import FUSED, unfused
-
-HUB_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "model.": (),
-    "language_model.model.": (
-        (r"^model\.language_model\.", "language_model.model."),
-        (r"^lm_head\.", "language_model.lm_head."),
-        (r"^model\.vision_tower\.", "vision_tower.vision_model."),
-        (r"^model\.multi_modal_projector\.", "multi_modal_projector."),
-    ),
-    "model.language_model.": ((r"^model\.vision_tower\.", "model.vision_tower.vision_model."),),
-}
-"""A release's prefix of the decoder -> (pattern, replacement) from transformers 5.24's names in memory.
-
-The originals of Gemma 3 4b to 27b are `language_model.model.…`; transformers 4.52 to 4.57 saved
-`model.language_model.…`. Both have a `vision_model.` level that 5.24 dropped from its modules.
-"""
+from .torch_storage import encode, quantisation_record
 
 ROUTER = "mlp.gate.weight"
 CORRECTION = "e_score_correction_bias"
@@ -98,13 +85,13 @@ def draw(name: str, parameter: torch.Tensor, initial: float | None, generator: n
 
 def draw_weights(variant: Variant, family: Family, seed: int = 0) -> dict[str, torch.Tensor]:
     """A variant's tensors by hub name, in their storage dtypes. Deterministic in the seed."""
-    kind = model_class(architecture(variant.config, family))
-    config = kind.config_class.from_dict(dict(variant.config))
+    name_of_class = architecture(variant.config, family)
+    kind = model_class(name_of_class)
+    config = kind.config_class.from_dict(copy.deepcopy(dict(variant.config)))
     with torch.no_grad():
         module = kind(config)
     generator = np.random.default_rng(seed)
     tensors: dict[str, torch.Tensor] = {}
-    respelled = HUB_NAMES[variant.spelling.body]
     named = dict(module.named_parameters())
     embedding = module.get_input_embeddings().weight
     head_shape = tuple(embedding.shape)
@@ -126,9 +113,12 @@ def draw_weights(variant: Variant, family: Family, seed: int = 0) -> dict[str, t
     values |= draw_depths(variant, values, generator)
     if variant.form != "fused":
         values = {hub: part for name, array in values.items() for hub, part in unfused(name, array)}
-    for name, array in values.items():
-        for pattern, replacement in respelled:
-            name = re.sub(pattern, replacement, name)
+    coded = quantisation_record(variant.config) if variant.coded else None
+    for name, array in as_stored(name_of_class, values).items():
+        name = hub_name(name_of_class, variant.spelling.body, name)
+        if coded is not None and re.search(variant.coded, name):
+            tensors |= encode(name, array, coded, generator)
+            continue
         wide = variant.storage == "float32" or name.endswith(variant.float32 or ("\0",))
         tensors[name] = torch.from_numpy(array.copy()).to(torch.float32 if wide else torch.bfloat16)
     return tensors
@@ -160,8 +150,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a variant's checkpoint directory: config.json as the variant has it, weights, side files.
 
-    shards: how many files the weights are in; unset, two when the decoder has eight layers or more or prediction
-    depths, else one.
+    shards: how many files the weights are in; unset, two when the decoder has eight layers or more, prediction
+    depths or quantised weights, else one.
     Returns the directory, which must not exist or be empty.
     """
     directory = Path(directory)
@@ -169,7 +159,7 @@ def write_checkpoint(
     tensors = draw_weights(variant, family, seed)
     text = variant.config.get("text_config", variant.config)
     if shards is None:
-        shards = 2 if variant.depths or text.get("num_hidden_layers", 0) >= 8 else 1
+        shards = 2 if variant.depths or variant.coded or text.get("num_hidden_layers", 0) >= 8 else 1
     (directory / "config.json").write_text(json.dumps(variant.config, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     (directory / "tokenizer_config.json").write_text('{\n  "bos_token": "<bos>",\n  "eos_token": "<eos>"\n}\n')
@@ -185,6 +175,10 @@ def write_checkpoint(
         ends = tuple(f"model.layers.{text['num_hidden_layers'] + depth}." for depth in range(variant.depths))
         apart = [name for name in names if name.startswith((*ends, "lm_head."))]
         parts = [[name for name in names if name not in apart], apart]
+    if variant.coded:
+        # The scales of the first file's codes lie in the second, as some of a release's do.
+        scales = [name for name in parts[0] if name.endswith(("weight_scale_inv", "weight_scale"))]
+        parts[:2] = [name for name in parts[0] if name not in scales], scales + parts[1]
     weight_map = {}
     for number, part in enumerate(parts):
         shard = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"

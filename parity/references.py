@@ -20,6 +20,7 @@ from ..families.family import Family
 from .fixtures import CORRECTION, architecture, model_class
 from .replay import repeating
 from .torch_experts import both_forms, in_memory
+from .torch_storage import plain_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
@@ -304,7 +305,8 @@ def load_reference(directory: str | Path, family: Family, config: Mapping[str, A
     from_pretrained casts weights and leaves rotary frequencies in float32 (`model.to(bfloat16)` would not), which
     is checked. Raises FindingsError when transformers finds tensors missing, unexpected or of another shape. What
     the family carries and does not compute (prediction depths) may be unexpected, tensor by tensor: transformers
-    ignores it by layer numbers of the releases, which other depths do not have.
+    ignores it by layer numbers of the releases, which other depths do not have. Quantised weights are decoded first
+    (`torch_storage`).
     """
     where, _, name = family.reference.partition(":")
     if where == "transformers":
@@ -314,18 +316,19 @@ def load_reference(directory: str | Path, family: Family, config: Mapping[str, A
         kind = getattr(import_module(f"dewconv.{module}"), attribute)
     else:
         raise ConversionError(f"the reference {family.reference!r} is neither transformers:Class nor dewconv:…")
-    model, info = kind.from_pretrained(
-        str(directory),
-        config=class_config(kind, config),
-        dtype=DTYPES[dtype],
-        attn_implementation="eager",
-        # The grouped kernels ask for sizes that are multiples of 16.
-        experts_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    carried = carried_names(directory, family, config)
+    with plain_checkpoint(directory, config) as (plain, plain_config):
+        model, info = kind.from_pretrained(
+            str(plain),
+            config=class_config(kind, plain_config),
+            dtype=DTYPES[dtype],
+            attn_implementation="eager",
+            # The grouped kernels ask for sizes that are multiples of 16.
+            experts_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        carried = carried_names(plain, family, config)
     findings = [
         Finding(f"tensor {key!r}", f"{problem} by transformers", "none", "the checkpoint does not load as it stands")
         for problem, keys in (

@@ -227,20 +227,25 @@ def _dtypes(plan: ImportPlan, dtype: str | None) -> tuple[str, ...]:
         if dtype not in FLOATS:
             raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
         return (dtype,)
-    sizes: dict[str, int] = {}
-    for tensor in plan.layout.tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
+    sizes = _sizes(plan)
     most = DTYPE_OF.get(max(sizes, key=lambda name: sizes[name]), "float32")
     return ("float32",) if most == "float32" else ("float32", most)
+
+
+def _sizes(plan: ImportPlan) -> dict[str, int]:
+    """Parameters by dtype, a quantised tensor's by that of its values."""
+    sizes: dict[str, int] = {}
+    for place in plan.placements:
+        dtype = plan.tensors[place.source].dtype
+        sizes[dtype] = sizes.get(dtype, 0) + int(np.prod(place.source_view.shape))
+    return sizes
 
 
 def _model(plan: ImportPlan, case: _Case) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     for spec in layer_plan(plan.fields).specs:
         kinds[spec.layer_type] = kinds.get(spec.layer_type, 0) + 1
-    dtypes: dict[str, int] = {}
-    for tensor in plan.layout.tensors:
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
+    dtypes = _sizes(plan)
     return {
         "parameters": sum(dtypes.values()),
         "layers": plan.fields.num_layers,
