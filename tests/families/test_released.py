@@ -73,11 +73,16 @@ def test_glm_moe_counts(tmp_path, release, billions, with_depth, dense):
 
 @pytest.mark.parametrize(
     ("release", "billions", "dense", "depths"),
-    [("deepseek-ai__DeepSeek-V3", 671.0, 3, 1), ("moonshotai__Kimi-K2-Instruct", 1026.4, 1, 0)],
+    [
+        ("deepseek-ai__DeepSeek-V3", 671.0, 3, 1),
+        ("moonshotai__Kimi-K2-Instruct", 1026.4, 1, 0),
+        ("moonshotai__Kimi-K2.5", 1026.4, 1, 0),
+    ],
 )
 def test_latent_attention_counts(tmp_path, release, billions, dense, depths):
     """V3's 671B are the decoder's alone, the embedding and the head with them; its 685B on disk have the prediction
-    depth too. Kimi K2 is said to have 1T, 32B active: the total here is the sum of its published sizes."""
+    depth too. Kimi K2 is said to have 1T, 32B active: the total here is the sum of its published sizes,
+    and K2.5's text half is as large."""
     found = inspected(release, tmp_path)
     assert found.parameters == pytest.approx(billions * 1e9, rel=0.005)
     assert [(run.bank, run.layers) for run in found.runs] == [
@@ -85,7 +90,8 @@ def test_latent_attention_counts(tmp_path, release, billions, dense, depths):
         (f"layers_{dense}_60", 61 - dense),
     ]
     names = released_names(find("deepseek_v3"), DATA)[release]
-    own = sum(prod(shape) for name, shape in names.items() if not name.startswith("model.layers.61."))
+    apart = ("model.layers.61.", "vision_tower.", "mm_projector.")
+    own = sum(prod(shape) for name, shape in names.items() if not name.startswith(apart))
     assert found.parameters == own
     assert sum(map(prod, names.values())) == pytest.approx((684.5e9 if depths else own), rel=0.005)
     assert len(found.notices) == depths
