@@ -3,13 +3,16 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dewconv.converters.exporting import export_checkpoint
 from dewconv.converters.importing import import_checkpoint
+from dewconv.converters.quantisation import codec_of
 from dewconv.converters.source import open_source
 from dewconv.dew_core.records import MLA
 from dewconv.dew_core.rope import yarn_amplitude, yarn_softmax_correction
@@ -18,6 +21,7 @@ from dewconv.families.errors import FindingsError
 from dewconv.families.family import Variant
 from dewconv.parity.candidate import build_candidate, reference_run
 from dewconv.parity.fixtures import write_checkpoint
+from dewconv.parity.gates import close_config
 from dewconv.parity.round_trip import compare_sources
 
 FAMILY = find("deepseek_v3")
@@ -142,6 +146,48 @@ def test_every_switch_goes_there_and_back(tmp_path, q_lora_rank, first_dense, sh
     names = set(open_source(path).tensors)
     assert ("model.layers.0.self_attn.q_proj.weight" in names) is (q_lora_rank is None)
     assert {name.split(".")[2] for name in banks.manifest.carried} == {str(3 + depth) for depth in range(depths or 0)}
+
+
+V3 = json.loads((Path(__file__).parents[1] / "data" / "configs" / "deepseek-ai__DeepSeek-V3.json").read_text())
+
+
+def test_r1_and_v31_are_the_same_decoder():
+    """R1's config is V3's in every field of the architecture; V3.1's quantisation record adds the form of its scales,
+    which are float32 as before."""
+    fields, notices = FAMILY.read(V3)
+    later = {**V3, "quantization_config": {**V3["quantization_config"], "scale_fmt": "ue8m0"}}
+    assert later != V3
+    assert close_config(FAMILY, later) == []
+    assert FAMILY.read(later) == (fields, notices)
+    assert codec_of(later) == codec_of(V3)
+    assert codec_of(V3).name == "fp8"
+    assert notices == ("1 prediction-depth layer(s) are carried for export and not computed",)
+
+
+def test_scores_a_thousandth_apart_choose_the_same_expert(tmp_path):
+    """router-dtype 44: in a bfloat16 file two experts' rows are equal and their float32 biases 1e-3 apart. bfloat16
+    scores would tie, and the first of the two would be taken."""
+    spec = replace(
+        FAMILY.variants["bias_seven"], config={**FAMILY.variants["bias_seven"].config, "num_experts_per_tok": 1}
+    )
+    path = write_checkpoint(tmp_path / "source", spec, FAMILY)
+    held = load_file(path / "model.safetensors")
+    for layer in (1, 2):
+        stem = f"model.layers.{layer}.mlp.gate."
+        held[stem + "weight"][4] = held[stem + "weight"][1]
+        bias = held[stem + "e_score_correction_bias"]
+        bias.copy_(torch.tensor([3.0, 7.0, 3.0, 3.0, 7.001, 3.0]))
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+    run = reference_run(path, dtype="bfloat16")
+    buffers = [buffer for name, buffer in run.torch.model.named_buffers() if "inv_freq" in name]
+    assert buffers
+    assert all(buffer.dtype == torch.float32 for buffer in buffers)
+    ours = build_candidate(run, run.fields, run.statements).forward(run.probe.tokens, streams=True)
+    for layer, theirs in run.forward.routed.items():
+        assert (theirs.experts == 4).all()
+        assert (ours.routed[layer].experts == 4).all()
+        low = torch.from_numpy(theirs.logits).sigmoid().bfloat16() + torch.from_numpy(theirs.bias).bfloat16()
+        assert torch.equal(low[..., 1], low[..., 4])
 
 
 def m(scale, factor=40):

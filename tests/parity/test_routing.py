@@ -21,7 +21,13 @@ from dewconv.parity.references import Routed, load_reference
 from dewconv.parity.replay import repeating
 from dewconv.parity.routing import CLEAR, margins, same_choice, score_bound
 
-ROUTED = [(name, variant) for name in ("qwen3_moe", "glm4_moe") for variant in find(name).variants]
+FAMILIES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+ROUTED = [
+    (name, variant)
+    for name in FAMILIES
+    for variant, spec in find(name).variants.items()
+    if find(name).read(spec.config)[0].mixture.layers
+]
 
 
 def routed(logits, bias=None):
