@@ -23,7 +23,8 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     model, info = kind.from_pretrained(path, output_loading_info=True)
     digest = hashlib.sha256()
-    for name, tensor in sorted({**model.get_decoder().state_dict(), "head": model.get_output_embeddings().weight}.items()):
+    head = {"head": model.get_output_embeddings().weight}
+    for name, tensor in sorted((model.get_decoder().state_dict() | head).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     told[path.name] = {
