@@ -52,18 +52,21 @@ def import_checkpoint(
     *,
     overwrite: bool = False,
     unverified: bool = False,
+    sha256: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Banks:
     """Writes the banks of `source` at `out`, which exists whole afterwards or not at all.
 
-    unverified: import a family whose card does not show G3. progress: called as progress(file, bytes done, bytes in
-    all). options: `plan_import`'s. Raises ConversionError.
+    unverified: import a family whose card does not show G3. sha256: record the SHA-256 of every tensor beside its xxh3.
+    resume: keep what this import fails to finish, and go on from what an earlier one left. progress: called as
+    progress(file, bytes done, bytes in all). options: `plan_import`'s. Raises ConversionError.
     """
     plan = plan_import(source, **options)
     if not unverified:
         refuse_below_gate(plan)
-    return run_import(plan, out, overwrite=overwrite, progress=progress)
+    return run_import(plan, out, overwrite=overwrite, sha256=sha256, resume=resume, progress=progress)
 
 
 def export_checkpoint(
@@ -74,15 +77,16 @@ def export_checkpoint(
     max_shard_size: int | str | None = None,
     text_only: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> ExportPlan:
     """Writes the checkpoint that `banks` (a bank directory) were imported from at `out`, and returns what was planned.
 
-    The arguments are `converters.exporting.plan_export`'s. Raises ConversionError.
+    The arguments are `converters.exporting.plan_export`'s and `run_export`'s. Raises ConversionError.
     """
     opened = banks if isinstance(banks, Banks) else open_banks(banks)
     plan = plan_export(opened, dtype=dtype, max_shard_size=max_shard_size, text_only=text_only)
-    run_export(plan, out, overwrite=overwrite, progress=progress)
+    run_export(plan, out, overwrite=overwrite, resume=resume, progress=progress)
     return plan
 
 

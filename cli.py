@@ -91,6 +91,8 @@ def named(context: click.Context, parameter: click.Parameter, value: str | None)
 quiet_option = click.option("--quiet", "-q", is_flag=True, callback=without_bars, help="No progress, notes or summary.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete.")
 
+resume_option = click.option("--resume", is_flag=True, help="Keep what is done when interrupted, and go on from it.")
+
 
 @command("import")
 @click.argument("source", callback=named)
@@ -106,6 +108,8 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, 
     help="Quantised weights as codes and scales, or as values (default: keep).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--sha256", is_flag=True, help="Record the SHA-256 of every tensor beside its xxh3.")
+@resume_option
 @overwrite_option
 @click.option("--unverified", is_flag=True, help="Import a family whose byte-exact export is not proven (below G3).")
 @quiet_option
@@ -117,6 +121,8 @@ def import_command(
     text_only: bool,
     quantized: str,
     dry_run: bool,
+    sha256: bool,
+    resume: bool,
     overwrite: bool,
     unverified: bool,
     quiet: bool,
@@ -137,10 +143,10 @@ def import_command(
     if dry_run:
         return show_plan(plan, target, as_json)
     inexact = [f"the export will not be byte-exact: {reason}" for reason in plan.inexact]
-    tell(plan.warnings, () if quiet else [*plan.notices, *inexact])
+    tell(plan.warnings, () if quiet else [*plan.notices, *inexact, *unfinished(target, resume)])
     clock = console.Clock()
     with console.progress("import", len(plan.layout.banks()) + bool(plan.carried), quiet) as progress:
-        banks = plan.run(target, overwrite=overwrite, progress=progress)
+        banks = plan.run(target, overwrite=overwrite, sha256=sha256, resume=resume, progress=progress)
     copied = console.Copied(plan.bank_bytes, len(banks.headers), clock.seconds)
     if as_json:
         console.document(
@@ -185,6 +191,16 @@ def show_plan(plan: Any, target: str, as_json: bool) -> int:
     return DONE
 
 
+def unfinished(out: str, resume: bool) -> list[str]:
+    """What unfinished runs left beside `out`, a line each, where this run does not go on from it."""
+    from .converters.resuming import leftovers
+
+    return [
+        f"{path.name} was left beside {out} by a run that did not finish; --resume goes on from it, or remove it"
+        for path in (() if resume else leftovers(Path(out)))
+    ]
+
+
 def tell(warnings: Sequence[str], notices: Sequence[str]) -> None:
     """Warnings and notices on stderr."""
     for kind, lines in (("warning", warnings), ("note", notices)):
@@ -198,6 +214,7 @@ def tell(warnings: Sequence[str], notices: Sequence[str]) -> None:
 @click.option("--dtype", type=click.Choice(STORED_DTYPES), help="Cast matrices (default: what each tensor was).")
 @click.option("--max-shard-size", metavar="SIZE", help="Divide the tensors anew, 5GB or 5GiB say.")
 @click.option("--text-only", is_flag=True, help="The text half of a wrapper, as a checkpoint of its own.")
+@resume_option
 @overwrite_option
 @quiet_option
 def export_command(
@@ -206,6 +223,7 @@ def export_command(
     dtype: str | None,
     max_shard_size: str | None,
     text_only: bool,
+    resume: bool,
     overwrite: bool,
     quiet: bool,
     as_json: bool,
@@ -216,10 +234,10 @@ def export_command(
 
     plan = plan_export(open_banks(banks), dtype=dtype, max_shard_size=max_shard_size, text_only=text_only)
     if not quiet:
-        tell((), plan.notices)
+        tell((), [*plan.notices, *unfinished(out, resume)])
     clock = console.Clock()
     with console.progress("export", len(plan.headers), quiet) as progress:
-        run_export(plan, out, overwrite=overwrite, progress=progress)
+        run_export(plan, out, overwrite=overwrite, resume=resume, progress=progress)
     copied = console.Copied(plan.weight_bytes, len(plan.headers), clock.seconds)
     if as_json:
         console.document({"out": str(Path(out)), **copied.to_json(), **plan.to_json()})
@@ -326,12 +344,16 @@ def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: 
 @click.argument("b", callback=named)
 @hub_options
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
-def diff_command(a: str, b: str, show_all: bool, as_json: bool, **hub: Any) -> int:
-    """Compare two checkpoints or bank directories, tensor by tensor. Exit code 1 when they differ."""
+@click.option("--read-all", is_flag=True, help="Read every tensor, those of equal checksums too.")
+def diff_command(a: str, b: str, show_all: bool, read_all: bool, as_json: bool, **hub: Any) -> int:
+    """Compare two checkpoints or bank directories, tensor by tensor. Exit code 1 when they differ.
+
+    Between two bank directories, what their manifests give equal checksums is equal and not read.
+    """
     from .converters.differences import differences, open_tensors
     from .show import show_differences
 
-    found = list(differences(open_tensors(a, **hub), open_tensors(b, **hub)))
+    found = list(differences(open_tensors(a, **hub), open_tensors(b, **hub), believe=not read_all))
     equal = all(item.kind == "equal" for item in found)
     if as_json:
         counts = {kind: sum(item.kind == kind for item in found) for kind in sorted({item.kind for item in found})}
@@ -451,7 +473,7 @@ def run(arguments: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        lines = _lines(error)
+        lines = [*_lines(error), *(f"dewconv: {note}" for note in getattr(error, "__notes__", ()))]
         if meta.get("dewconv.json") or "--json" in given:
             _document_error(error, lines)
         for line in lines:

@@ -23,29 +23,36 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from ..families.registry import find
+from .checksums import Checksums, Digest, of_bytes, unlike
 from .copying import default_threads
 from .layout import CARRIED, HEADERS, SOURCE, SUFFIX, part_leaf, split_key
 from .manifest import Manifest, read_manifest
 from .manifest_checks import AGAIN
+from .prefetch import fetch
 from .safetensors_files import Header, MappedFile, parse_header, read_header
 from .side_files import fault_of_file
 from .source import CONFIG, INDEX, read_json_object
 
+FETCHED_BYTES = 16 << 20
+"""What is read ahead of a checksum at a time."""
 ALTERED = "the file was altered or is damaged"
 
 
 @dataclass
 class Banks:
-    """A bank directory, opened: its manifest and its headers have been read and agree; no weight has been."""
+    """A bank directory, opened: its manifest and its headers have been read and agree; no weight has been.
+
+    private: whether the maps of its files are (`MappedFile`).
+    """
 
     path: Path
     manifest: Manifest
     headers: Mapping[str, Header] = field(repr=False)
+    private: bool = False
     _maps: dict[str, MappedFile] = field(default_factory=dict, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
@@ -82,7 +89,7 @@ class Banks:
         name = bank + SUFFIX
         with self._lock:
             if name not in self._maps:
-                self._maps[name] = MappedFile(self.path / name, self.headers[name])
+                self._maps[name] = MappedFile(self.path / name, self.headers[name], self.private)
             return self._maps[name]
 
     def has(self, bank: str, key: str) -> bool:
@@ -108,8 +115,8 @@ def is_bank_directory(path: Path) -> bool:
     return (path / "dewconv.json").is_file()
 
 
-def open_banks(path: str | Path) -> Banks:
-    """The bank directory at `path`.
+def open_banks(path: str | Path, private: bool = False) -> Banks:
+    """The bank directory at `path`. private: as `Banks` has it.
 
     Raises ConversionError when there is no readable manifest, and FindingsError naming every file that is missing
     or does not hold the tensors the manifest lists. `check_banks` compares the bytes themselves.
@@ -142,7 +149,7 @@ def open_banks(path: str | Path) -> Banks:
             findings.append(Finding(name, fault, "the file the import wrote", AGAIN))
     if findings:
         raise FindingsError(str(directory), findings)
-    return Banks(directory, manifest, headers)
+    return Banks(directory, manifest, headers, private)
 
 
 def _unfit_codings(manifest: Manifest, headers: Mapping[str, Header]) -> list[Finding]:
@@ -162,31 +169,28 @@ def _unfit_codings(manifest: Manifest, headers: Mapping[str, Header]) -> list[Fi
     return findings
 
 
-def checksum(data: bytes | np.ndarray) -> str:
-    """The checksum of stored bytes: xxh3, 64 bits, in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else data.data)
+class _Progressive:
+    """The checksums of a stored tensor, taken from its start as far as has been asked for."""
 
-
-class _Digest:
-    """The checksum of a stored tensor, taken from its start as far as has been asked for."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self._data = data
-        self._digest = xxhash.xxh3_64()
+    def __init__(self, data: np.ndarray, algorithms: Iterable[str], name: str) -> None:
+        self._data, self._name = data, name
+        self._digest = Digest(algorithms)
         self._done = 0
         self._lock = Lock()
 
     def take(self, end: int) -> None:
         """Takes the bytes up to `end` in, those that have not been yet."""
         with self._lock:
-            if self._done < end:
-                self._digest.update(self._data[self._done : end].data)
-                self._done = end
+            while self._done < end:
+                part = self._data[self._done : min(end, self._done + FETCHED_BYTES)]
+                fetch(part, self._name)
+                self._digest.update(part.data)
+                self._done += part.size
 
-    def whole(self) -> str:
-        """The checksum of the whole tensor."""
+    def whole(self) -> Checksums:
+        """The checksums of the whole tensor."""
         self.take(self._data.nbytes)
-        return self._digest.hexdigest()
+        return self._digest.values()
 
 
 class BankCheck:
@@ -198,7 +202,7 @@ class BankCheck:
 
     def __init__(self, banks: Banks) -> None:
         self._banks = banks
-        self._digests: dict[tuple[str, str], _Digest] = {}
+        self._digests: dict[tuple[str, str], _Progressive] = {}
         self._lock = Lock()
 
     def take(self, bank: str, key: str, rows: tuple[int, int] = (1, 1)) -> None:
@@ -212,18 +216,20 @@ class BankCheck:
 
         def one(item: tuple[str, str]) -> Finding | None:
             name, key = item
-            expected = self._banks.manifest.files[name][key]["xxh3"]
             found = self._of(name.removesuffix(SUFFIX), key).whole()
-            return None if found == expected else _damaged(f"{name}: {key}", found, expected)
+            return _damage(f"{name}: {key}", found, self._banks.manifest.files[name][key])
 
         items = [(name, key) for name, tensors in self._banks.manifest.files.items() for key in tensors]
         with ThreadPoolExecutor(threads or default_threads()) as pool:
             return [finding for finding in pool.map(one, items) if finding is not None]
 
-    def _of(self, bank: str, key: str) -> _Digest:
+    def _of(self, bank: str, key: str) -> _Progressive:
         with self._lock:
             if (bank, key) not in self._digests:
-                self._digests[bank, key] = _Digest(self._banks.open(bank).raw(key))
+                stated = self._banks.manifest.files[bank + SUFFIX][key]
+                self._digests[bank, key] = _Progressive(
+                    self._banks.open(bank).raw(key), stated, f"{bank + SUFFIX}: {key}"
+                )
             return self._digests[bank, key]
 
 
@@ -240,9 +246,9 @@ def check_beside(banks: Banks) -> list[Finding]:
     for name in manifest.beside_files:
         data = (banks.path / name).read_bytes()
         if name in manifest.beside:
-            expected = manifest.beside[name]["xxh3"]
-            if checksum(data) != expected:
-                findings.append(_damaged(name, checksum(data), expected))
+            stated = manifest.beside[name]
+            damage = _damage(name, of_bytes(data, stated), stated)
+            findings += [] if damage is None else [damage]
         elif name.startswith(f"{SOURCE}/"):
             size = manifest.source["files"][name.removeprefix(f"{SOURCE}/")]["size"]
             if len(data) != size:
@@ -250,5 +256,6 @@ def check_beside(banks: Banks) -> list[Finding]:
     return findings
 
 
-def _damaged(what: str, found: str, expected: str) -> Finding:
-    return Finding(what, f"checksum {found}", expected, ALTERED)
+def _damage(what: str, found: Checksums, expected: Checksums) -> Finding | None:
+    pair = unlike(found, expected)
+    return None if pair is None else Finding(what, f"checksum {pair[0]}", pair[1], ALTERED)

@@ -7,6 +7,7 @@ them at known offsets, fsync once. Transposes are cut into tiles narrow enough t
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 from ..families.errors import ConversionError
 from ..families.rules import View
 from .dtypes import as_bits
+from .prefetch import REPEATED_BYTES, fetch, span_bytes
 
 SCRATCH_BYTES = 4 << 20
 """About how much one thread gathers before it writes."""
@@ -60,6 +62,11 @@ class Part:
     read: Callable[[], np.ndarray | Lazy]
 
 
+def _last(view: View) -> int:
+    """The element of its base after a view's last one."""
+    return view.offset + sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + 1
+
+
 @dataclass(frozen=True)
 class _Piece:
     """A block of a part, its axes ordered by falling stride in the target.
@@ -89,12 +96,12 @@ class _Piece:
         return _Piece(self.source[index], self.strides[1:], offset, self.moved)
 
 
-def _piece(part: Part, dtype: np.dtype) -> _Piece | None:
-    if part.view.size == 0:
-        return None
+def _piece(part: Part, dtype: np.dtype, name: str) -> _Piece:
     source = part.read()
     if source.shape != part.view.shape:
         raise ValueError(f"a source of shape {source.shape} cannot fill a view of {part.view.shape}")
+    if isinstance(source, np.ndarray) and not source.flags.c_contiguous and span_bytes(source) > REPEATED_BYTES:
+        fetch(source, name)
     moved = False
     if isinstance(source, np.ndarray) and source.dtype == dtype:
         source, moved = as_bits(source), True
@@ -173,27 +180,32 @@ def _slab(shape: Sequence[int], itemsize: int, direct: bool) -> int:
     return row * (rows if direct else max(min(rows, MAX_PANEL_ROWS), MIN_PANEL_ROWS))
 
 
-def blocks(shape: Sequence[int], dtype: np.dtype, parts: Sequence[Part], name: str) -> Iterator[np.ndarray]:
-    """The elements of a C-contiguous tensor of `shape`, in order, as contiguous blocks of one axis.
+def blocks(
+    shape: Sequence[int], dtype: np.dtype, parts: Sequence[Part], name: str, start: int = 0
+) -> Iterator[np.ndarray]:
+    """The elements of a C-contiguous tensor of `shape` from element `start` on, in order, as contiguous blocks of one
+    axis.
 
     Each block is valid until the next is asked for. Elements that no part fills are zero. A part of another dtype
     is cast; one of the same dtype is moved bit for bit. Raises ConversionError, naming the tensor `name`, when a
     cast to float16 turns a finite value into an infinity.
     """
     total = prod(shape)
-    pieces = sorted((p for p in (_piece(part, dtype) for part in parts) if p), key=lambda p: p.offset)
-    direct = all(isinstance(piece.source, np.ndarray) and piece.source.flags.c_contiguous for piece in pieces)
+    # What fills the tensor is read when its turn comes: thousands of parts may lie in as many files.
+    waiting = deque(sorted((p for p in parts if p.view.size and _last(p.view) > start), key=lambda p: p.view.offset))
+    active = [_piece(waiting.popleft(), dtype, name)] if waiting else []
+    direct = all(isinstance(piece.source, np.ndarray) and piece.source.flags.c_contiguous for piece in active)
     slab = _slab(shape, dtype.itemsize, direct)
     scratch: np.ndarray | None = None
-    waiting = 0
-    active: list[_Piece] = []
-    for low in range(0, total, slab):
+    for low in range(start, total, slab):
         high = min(low + slab, total)
-        while waiting < len(pieces) and pieces[waiting].offset < high:
-            active.append(pieces[waiting])
-            waiting += 1
+        while waiting and waiting[0].view.offset < high:
+            active.append(_piece(waiting.popleft(), dtype, name))
         inside = [cut for piece in active for cut in _cut(piece, low, high)]
         active = [piece for piece in active if piece.last > high]
+        for piece in inside:
+            if isinstance(piece.source, np.ndarray) and span_bytes(piece.source) <= REPEATED_BYTES:
+                fetch(piece.source, name)
         if len(inside) == 1 and inside[0].source.size == high - low and _is_packed(inside[0]):
             yield np.asarray(inside[0].source).reshape(-1)
             continue

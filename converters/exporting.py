@@ -15,6 +15,7 @@ from ..families.family import Spelling
 from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
 from .banks import BankCheck, Banks, check_beside
+from .checksums import FAST, of_bytes
 from .closing import respell_statements
 from .codecs import Logical, Stored
 from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
@@ -26,6 +27,7 @@ from .manifest_checks import AGAIN
 from .parts import expand, target_parts
 from .plan import DTYPES, stored_dtype
 from .quantisation import HF_QUANT, codec_of, read_hf_quant, record_of
+from .resuming import Identity
 from .safetensors_files import (
     Header,
     TensorEntry,
@@ -34,7 +36,7 @@ from .safetensors_files import (
     read_header,
 )
 from .source import CONFIG, INDEX, SINGLE
-from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
+from .staging import copy_file, output_path, refuse_output, staged, write_bytes
 from .writing import FileJob, Progress, raw_part, write_files
 
 DEFAULT_SHARD_BYTES = 50 * 10**9
@@ -173,12 +175,13 @@ def export_checkpoint(
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     text_only: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> ExportPlan:
     """Plans the export of `banks` (`plan_export`) and carries it out at `out` (`run_export`)."""
     plan = plan_export(banks, dtype=dtype, max_shard_size=max_shard_size, text_only=text_only)
-    run_export(plan, out, overwrite=overwrite, progress=progress, threads=threads)
+    run_export(plan, out, overwrite=overwrite, resume=resume, progress=progress, threads=threads)
     return plan
 
 
@@ -187,22 +190,25 @@ def run_export(
     out: str | Path,
     *,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> None:
     """Writes the checkpoint of `plan` at `out`, which exists whole afterwards or not at all.
 
     The banks' checksums are taken as they are copied, and the headers of what was written are read again and held
-    against the plan, before `out` appears. Raises ConversionError, and FindingsError naming what is damaged.
+    against the plan, before `out` appears. resume: as an import's (`importing.run_import`). Raises ConversionError, and
+    FindingsError naming what is damaged.
     """
     out = output_path(out)
     banks = plan.banks
     refuse_output(out, overwrite, (banks.path,), CONFIG)
     altered = check_beside(banks)
-    refuse_without_room(out, plan.weight_bytes)
     check = BankCheck(banks)
-    with staged(out, overwrite, CONFIG) as stage:
-        write_files(stage, _jobs(plan, check), progress, threads)
+    needed = plan.weight_bytes + sum((banks.path / SOURCE / name).stat().st_size for name in plan.side_files)
+    with staged(out, overwrite, CONFIG, needed=needed, identity=_identity(plan), resume=resume) as work:
+        stage = work.path
+        write_files(stage, _jobs(plan, check), progress, threads, journal=work.journal)
         damaged = [*check.findings(threads), *altered]
         if damaged:
             raise FindingsError(str(banks.path), damaged)
@@ -212,6 +218,15 @@ def run_export(
         if plan.index is not None:
             write_bytes(stage / INDEX, plan.index)
         write_bytes(stage / CONFIG, plan.config)
+
+
+def _identity(plan: ExportPlan) -> Identity:
+    """What this export makes of what: the manifest has the checksums of all that is read, which every export checks."""
+    return {
+        "options": {"config": of_bytes(plan.config)[FAST], "index": of_bytes(plan.index or b"")[FAST]},
+        "source": {MANIFEST: of_bytes(plan.banks.manifest.to_bytes())[FAST]},
+        "files": {shard: of_bytes(header.text)[FAST] for shard, header in plan.headers.items()},
+    }
 
 
 @dataclass(frozen=True)

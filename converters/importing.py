@@ -11,6 +11,7 @@ import numpy as np
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.rules import View
 from .banks import Banks, open_banks
+from .checksums import FAST, Checksums, of_bytes, wanted
 from .copying import Part
 from .decoding import INT4
 from .dtypes import as_bits
@@ -19,9 +20,10 @@ from .layout import CARRIED, HEADERS, SOURCE, by_bank, file_name
 from .manifest import MANIFEST, Manifest
 from .parts import Coding, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import
-from .safetensors_files import MappedFile, TensorEntry, TensorSpec, lay_out
-from .source import CONFIG, INDEX, Source
-from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
+from .resuming import Identity
+from .safetensors_files import TensorEntry, TensorSpec, lay_out
+from .source import CONFIG, INDEX, ShardMaps, Source
+from .staging import copy_file, output_path, refuse_output, staged, write_bytes
 from .writing import FileJob, Progress, raw_part, write_files
 
 PROVEN_GATE = 3
@@ -42,6 +44,8 @@ def import_checkpoint(
     overwrite: bool = False,
     gate_of: GateOf | None = None,
     unverified: bool = False,
+    sha256: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Banks:
@@ -53,7 +57,7 @@ def import_checkpoint(
     plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized)
     if gate_of is not None and not unverified:
         refuse_unproven(plan.family.name, gate_of(plan.family.name))
-    return run_import(plan, out, overwrite=overwrite, progress=progress, threads=threads)
+    return run_import(plan, out, overwrite=overwrite, sha256=sha256, resume=resume, progress=progress, threads=threads)
 
 
 def refuse_unproven(family: str, gate: int | None) -> None:
@@ -71,45 +75,74 @@ def run_import(
     out: str | Path,
     *,
     overwrite: bool = False,
+    sha256: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Banks:
     """Writes the banks of `plan` at `out`, which exists whole afterwards or not at all.
 
-    An existing `out` stays whole until the new one is complete, and is refused without `overwrite`. Raises
-    ConversionError, also when a source tensor's declared zero padding is not zero, or a packed one's shape is not
-    what is recorded beside it.
+    An existing `out` stays whole until the new one is complete, and is refused without `overwrite`. sha256: the
+    manifest has the SHA-256 of every tensor and file beside its xxh3. resume: what this import fails to finish stays,
+    and what an earlier one left is gone on from; the result is the same byte for byte.
+
+    Raises ConversionError, also when a source tensor's declared zero padding is not zero, a packed one's shape is not
+    what is recorded beside it, or what an earlier import left is of another source or of other options.
     """
     out = output_path(out)
     refuse_output(out, overwrite, (plan.source.root,), MANIFEST)
-    refuse_without_room(out, plan.bank_bytes)
-    maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
+    maps = ShardMaps(plan.source)
     _check_zeros(plan, maps)
     _check_shapes(plan, maps)
-    with staged(out, overwrite, MANIFEST) as stage:
-        checksums = write_files(
-            stage, [*_bank_jobs(plan, maps), *carried_job(fill_carried(plan, maps))], progress, threads
-        )
-        beside = copy_source(plan.source, stage)
-        write_bytes(stage / MANIFEST, manifest_of(plan, checksums, beside).to_bytes())
+    jobs = [*_bank_jobs(plan, maps), *carried_job(fill_carried(plan, maps))]
+    algorithms = wanted(sha256)
+    needed = plan.bank_bytes + sum(item.size for item in plan.source.side_files)
+    with staged(
+        out, overwrite, MANIFEST, needed=needed, identity=_identity(plan, jobs, algorithms), resume=resume
+    ) as stage:
+        checksums = write_files(stage.path, jobs, progress, threads, algorithms=algorithms, journal=stage.journal)
+        beside = copy_source(plan.source, stage.path, algorithms)
+        write_bytes(stage.path / MANIFEST, manifest_of(plan, checksums, beside).to_bytes())
     return open_banks(out)
 
 
-def copy_source(source: Source, stage: Path) -> dict[str, str]:
+def _identity(plan: ImportPlan, jobs: Sequence[FileJob], algorithms: Sequence[str]) -> Identity:
+    """What this import makes of what. A file of the source is the same while its size is and its etag; where it has
+    none, while its header's bytes (a text's bytes) and its time of change are."""
+    source = plan.source
+    texts = {CONFIG: source.config_text, INDEX: source.index_text or b""}
+    texts |= {shard: header.text for shard, header in source.headers.items()}
+    record = _source_record(source)
+    files: dict[str, Any] = {}
+    for name, known in record["files"].items():
+        text = of_bytes(texts[name])[FAST] if name in texts else None
+        changed = None if known["etag"] else (source.root / name).stat().st_mtime_ns
+        files[name] = {**known, "text": text, "changed": changed}
+    options = {"dtype": plan.dtype, "quantized": plan.quantized, "text_only": plan.text_only}
+    return {
+        "options": {**options, "checksums": list(algorithms), "bank_layers": plan.fields.bank_layers},
+        "source": files,
+        "files": {job.name: of_bytes(job.header.text)[FAST] for job in jobs},
+    }
+
+
+def copy_source(source: Source, stage: Path, algorithms: Sequence[str] = (FAST,)) -> dict[str, Checksums]:
     """Writes what a bank directory keeps of its source beside weights: config, index, side files, headers. Returns
-    file -> xxh3."""
+    file -> checksums."""
     texts = {f"{SOURCE}/{CONFIG}": source.config_text}
     if source.index_text is not None:
         texts[f"{SOURCE}/{INDEX}"] = source.index_text
     texts |= {f"{HEADERS}/{shard}.json": header.text for shard, header in source.headers.items()}
-    copied = {name: write_bytes(stage / name, text) for name, text in texts.items()}
+    copied: dict[str, Checksums] = {name: write_bytes(stage / name, text, algorithms) for name, text in texts.items()}
     for item in source.side_files:
         name = f"{SOURCE}/{item.path}"
-        copied[name] = copy_file(source.root / item.path, stage / name)
+        copied[name] = copy_file(source.root / item.path, stage / name, algorithms)
     return copied
 
 
-def manifest_of(plan: ImportPlan, checksums: Mapping[str, Mapping[str, str]], beside: Mapping[str, str]) -> Manifest:
+def manifest_of(
+    plan: ImportPlan, checksums: Mapping[str, Mapping[str, Checksums]], beside: Mapping[str, Checksums]
+) -> Manifest:
     """The manifest of banks laid out by `plan`. checksums, beside: of tensors and of the files beside them."""
     return Manifest(
         family=plan.family.name,
@@ -123,8 +156,8 @@ def manifest_of(plan: ImportPlan, checksums: Mapping[str, Mapping[str, str]], be
         codec=plan.codec.name,
         quantized=plan.quantized,
         coded=_coded(plan),
-        files={name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()},
-        beside={name: {"xxh3": digest} for name, digest in beside.items()},
+        files=checksums,
+        beside=beside,
         aliases={alias.name: alias.of for alias in plan.aliases},
         carried={item.name: item.why for item in plan.carried},
         zeros=tuple(dict.fromkeys(name for name, _ in plan.zeros)),
@@ -154,7 +187,7 @@ def _source_record(source: Source) -> dict[str, Any]:
     }
 
 
-def _bank_jobs(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[FileJob]:
+def _bank_jobs(plan: ImportPlan, maps: ShardMaps) -> list[FileJob]:
     jobs = []
     for bank, tensors in by_bank(plan.layout.tensors).items():
         header = lay_out(TensorSpec(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors)
@@ -162,13 +195,11 @@ def _bank_jobs(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[FileJob
     return jobs
 
 
-def _parts_of(plan: ImportPlan, maps: Mapping[str, MappedFile], bank: str) -> Callable[[TensorEntry], tuple[Part, ...]]:
+def _parts_of(plan: ImportPlan, maps: ShardMaps, bank: str) -> Callable[[TensorEntry], tuple[Part, ...]]:
     return lambda entry: planned_parts(plan, maps, plan.copies[bank, entry.name])
 
 
-def planned_parts(
-    plan: ImportPlan, maps: Mapping[str, MappedFile], copies: tuple[PlannedCopy, ...]
-) -> tuple[Part, ...]:
+def planned_parts(plan: ImportPlan, maps: ShardMaps, copies: tuple[PlannedCopy, ...]) -> tuple[Part, ...]:
     """The parts of a stored tensor, read from the source's maps; quantised tensors of a decoding plan as values."""
     read = stored_reader(plan, maps)
 
@@ -182,12 +213,12 @@ def planned_parts(
     return tuple(map(part, copies))
 
 
-def stored_reader(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> Callable[[str], np.ndarray]:
+def stored_reader(plan: ImportPlan, maps: ShardMaps) -> Callable[[str], np.ndarray]:
     """What maps a stored tensor of the source by name."""
     return lambda name: maps[plan.source.tensors[name].file].view(name)
 
 
-def fill_carried(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> list[tuple[TensorSpec, Part]]:
+def fill_carried(plan: ImportPlan, maps: ShardMaps) -> list[tuple[TensorSpec, Part]]:
     """Each carried tensor and what fills it: its bytes, or the values of a quantised one of a decoding plan."""
     result = []
     for item in plan.carried:
@@ -209,7 +240,7 @@ def carried_job(carried: Sequence[tuple[TensorSpec, Part]]) -> list[FileJob]:
     return [FileJob(file_name(CARRIED), header, lambda entry: parts[entry.name])] if carried else []
 
 
-def _check_shapes(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:
+def _check_shapes(plan: ImportPlan, maps: ShardMaps) -> None:
     """Raises FindingsError naming every packed tensor whose own record of its shape says another."""
     findings = []
     for name, tensor in plan.tensors.items():
@@ -224,7 +255,7 @@ def _check_shapes(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:
         raise FindingsError(plan.source.label, findings)
 
 
-def _check_zeros(plan: ImportPlan, maps: Mapping[str, MappedFile]) -> None:
+def _check_zeros(plan: ImportPlan, maps: ShardMaps) -> None:
     """Raises FindingsError naming every tensor whose declared padding holds a bit that is not zero."""
     findings = []
     for name, view in plan.zeros:

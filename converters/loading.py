@@ -15,13 +15,13 @@ import numpy as np
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import group_layers
 from ..families.errors import ConversionError, Finding, FindingsError
-from .banks import is_bank_directory, open_banks
+from .banks import check_banks, is_bank_directory, open_banks
 from .copying import default_threads, gather
 from .dtypes import FLOATS, NUMPY
 from .importing import planned_parts
 from .leaves import parameter_path, read_banks
 from .plan import ImportPlan, plan_import
-from .source import open_source
+from .source import ShardMaps, open_source
 from .trees import flatten, nested
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def load(
     scan_layers: bool = True,
     mesh: Any = None,
     shardings: Shardings = None,
+    check: bool = False,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -53,8 +54,10 @@ def load(
     precision by it. mesh, shardings: parameters are put there, each process reading what its devices hold; a mesh
     alone replicates.
 
+    check: first read every file of a bank directory and compare its checksums, each process for itself.
+
     Raises ConversionError when the checkpoint cannot be read, FindingsError naming every parameter path that is not
-    the decoder's own.
+    the decoder's own, and under `check` every tensor and file whose bytes are not those that were written.
     """
     import jax
 
@@ -62,7 +65,7 @@ def load(
 
     if dtype is not None and dtype not in FLOATS:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
-    fields, leaves = read_parameters(path, revision, token, cache_dir, offline)
+    fields, leaves = read_parameters(path, revision, token, cache_dir, offline, check)
     model = CausalTransformer(**fields.replace(scan_layers=scan_layers).kwargs())
     if not scan_layers:
         leaves = dict(_by_layer(leaves))
@@ -88,19 +91,24 @@ def read_parameters(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     offline: bool = False,
+    check: bool = False,
 ) -> tuple[DecoderFields, dict[str, np.ndarray]]:
     """(decoder fields, parameter path -> array) of banks or of a checkpoint, banked; arrays alias files where they
-    can. Codes are decoded to their logical dtype. Imports no JAX."""
+    can. Codes are decoded to their logical dtype. check: as `load` has it. Imports no JAX."""
     if is_bank_directory(Path(path).expanduser()):
-        banks = open_banks(path)
+        banks = open_banks(path, private=True)
+        if check and (damaged := check_banks(banks)):
+            raise FindingsError(str(path), damaged)
         return banks.manifest.fields, read_banks(banks)
+    if check:
+        raise ConversionError(f"{path}: has no checksums to check; import it, and load the banks")
     plan = plan_import(open_source(path, revision, token, cache_dir, offline), quantized="decode")
     return plan.fields, assemble(plan)
 
 
 def assemble(plan: ImportPlan, threads: int | None = None) -> dict[str, np.ndarray]:
     """Parameter path -> array of what an import by `plan` would store, in memory."""
-    maps = {name: plan.source.open_shard(name) for name in plan.source.headers}
+    maps = ShardMaps(plan.source, private=True)
 
     def one(key: tuple[str, str]) -> np.ndarray:
         bank, name = key

@@ -13,9 +13,9 @@ One JSON object:
     quantized           of quantised weights: "keep" as codes and scales, or "decode"; null for a plain checkpoint
     coded               bank file -> key -> how codes decode (`parts.Coding`): format, dtype and shape of the leaf,
                         and how many of its elements, per axis, an element of codes and of scales stands for
-    files               bank file -> key -> {"xxh3": checksum of the stored bytes}
-    beside              every file under source/ and headers/ -> {"xxh3": checksum of its bytes}; absent in banks that
-                        were written before it was
+    files               bank file -> key -> {"xxh3": checksum of the stored bytes}, with "sha256" where it was asked for
+    beside              every file under source/ and headers/ -> the same of its bytes; absent in banks that were
+                        written before it was
     aliases             tensor -> the tensor it is an equal copy of
     carried             tensor -> why it is kept verbatim
     zeros               tensors with declared zero padding
@@ -33,6 +33,7 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, FindingsError
 from ..families.family import Spelling
+from .checksums import Checksums
 from .layout import beside_files
 from .manifest_checks import AGAIN, manifest_findings
 from .parts import Coding
@@ -58,8 +59,8 @@ class Manifest:
     codec: str
     quantized: str | None
     coded: Mapping[str, Mapping[str, Coding]]
-    files: Mapping[str, Mapping[str, Mapping[str, str]]]
-    beside: Mapping[str, Mapping[str, str]]
+    files: Mapping[str, Mapping[str, Checksums]]
+    beside: Mapping[str, Checksums]
     aliases: Mapping[str, str]
     carried: Mapping[str, str]
     zeros: tuple[str, ...]

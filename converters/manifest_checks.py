@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -13,6 +12,7 @@ from ..dew_core.layers import layer_plan
 from ..families.errors import ConversionError, Finding
 from ..families.fields import MOST, MOST_LAYERS, is_finite, shown
 from ..families.registry import find
+from .checksums import FAST, FORMS
 from .codecs import PLAIN
 from .decoding import FP8, INT4
 from .dtypes import FLOATS
@@ -22,7 +22,6 @@ from .source import CONFIG, INDEX
 AGAIN = "import the checkpoint again"
 CODECS = (PLAIN, FP8, INT4)
 QUANTIZED = (None, "keep", "decode")
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _COUNTED = ("vocab_size", "emb_features", "num_layers", "num_heads", "max_seq_len")
 
 Check = Callable[[Any], bool]
@@ -224,9 +223,14 @@ def _files(found: _Fields, value: Mapping[str, Any]) -> None:
 
 
 def _checksum(found: _Fields, field: str, item: Any) -> None:
-    stated = item.get("xxh3") if isinstance(item, Mapping) else item
-    if not isinstance(stated, str) or _CHECKSUM.fullmatch(stated) is None:
-        found.say(f"{field}.xxh3", shown(stated), "a checksum of 16 hexadecimal digits")
+    for name, form in FORMS.items():
+        stated = item.get(name) if isinstance(item, Mapping) else item
+        if stated is None and name != FAST:
+            continue
+        if not isinstance(stated, str) or form.fullmatch(stated) is None:
+            digits = 16 if name == FAST else 64
+            found.say(f"{field}.{name}", shown(stated), f"a checksum of {digits} hexadecimal digits")
+            return
 
 
 def _among(*values: Any) -> Check:

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ PAGE = 4096
 """Where a written file's data start: a mapped page."""
 ALIGNMENT = 64
 """What a written tensor's offset is a multiple of, so that a CPU backend aliases the map (jax 0.10 asks for 64)."""
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,23 @@ def _json_table(text: bytes, where: str) -> dict[str, Any]:
         raise ConversionError(f"{where}: the header is not JSON; not a safetensors file") from None
     if not isinstance(table, dict):
         raise ConversionError(f"{where}: the header is not a JSON object; not a safetensors file")
+    if not is_unicode(text, table):
+        raise ConversionError(
+            f"{where}: the header has half a surrogate pair, which is no Unicode; fetch the file again"
+        )
     return table
+
+
+def is_unicode(text: bytes, value: Any) -> bool:
+    """Whether `value`, read from the JSON `text`, can be written again: JSON's escapes can spell half a surrogate
+    pair, which Python's json reads (and the safetensors library does not)."""
+    if b"\\ud" not in text.lower():
+        return True
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _metadata(value: Any, where: str) -> dict[str, str] | None:
@@ -172,27 +191,39 @@ def _entry(name: str, value: Any, where: str) -> TensorEntry:
 
 
 class MappedFile:
-    """A safetensors file mapped read-only. Arrays it gives alias the map and keep it alive; none is writable."""
+    """A safetensors file mapped read-only. Arrays it gives alias the map and keep it alive; none is writable.
 
-    def __init__(self, path: Path, header: Header | None = None) -> None:
+    private: the memory itself is writable (of this process alone; the file never is), for a library that is given the
+    arrays' memory to use again.
+    """
+
+    def __init__(self, path: Path, header: Header | None = None, private: bool = False) -> None:
         self.path = path
         self.header = read_header(path) if header is None else header
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != self.header.file_bytes:
                 raise ConversionError(f"{path.name}: the file has changed since its header was read")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if private:
+                flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
+            else:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's bytes, uint8 [nbytes]."""
         entry = self.header.entries[name]
-        return np.frombuffer(self._map, np.uint8, entry.nbytes, self.header.data_start + entry.begin)
+        return self._array(np.dtype(np.uint8), entry.nbytes, entry)
 
     def view(self, name: str) -> np.ndarray:
         """The tensor as an array of its dtype and shape, wherever in the file it lies (it may be misaligned)."""
         entry = self.header.entries[name]
         dtype = numpy_dtype(entry.dtype)
-        start = self.header.data_start + entry.begin
-        return np.frombuffer(self._map, dtype, math.prod(entry.shape), start).reshape(entry.shape)
+        return self._array(dtype, math.prod(entry.shape), entry).reshape(entry.shape)
+
+    def _array(self, dtype: np.dtype, count: int, entry: TensorEntry) -> np.ndarray:
+        array = np.frombuffer(self._map, dtype, count, self.header.data_start + entry.begin)
+        array.flags.writeable = False
+        return array
 
 
 @dataclass(frozen=True)
@@ -255,19 +286,27 @@ class FileWriter:
     """Writes a file whose header is known: any thread may write any region, in any order.
 
     `write_at` takes a contiguous array or buffer. `close` makes the file durable; a file that was not closed is
-    of its full size and must not be trusted.
+    of its full size and must not be trusted. existing: a file of that name may stand there, and keeps the bytes it
+    has (`existed` says whether it did); else it is an error.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header, existing: bool = False) -> None:
         self.path = path
         self.header = header
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self.existed = existing and path.exists()
+        flags = os.O_RDWR | os.O_NOFOLLOW if self.existed else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        self._fd = os.open(path, flags, 0o644)
         try:
             os.truncate(self._fd, header.file_bytes)
             self._write(len(header.text).to_bytes(LENGTH_BYTES, "little") + header.text, 0)
         except BaseException:
             os.close(self._fd)
             raise
+
+    def read_at(self, name: str, offset: int, size: int) -> bytes:
+        """Up to `size` of the bytes that stand at byte `offset` of tensor `name`. Raises OSError as the disk does."""
+        entry = self.header.entries[name]
+        return os.pread(self._fd, min(size, entry.nbytes - offset), self.header.data_start + entry.begin + offset)
 
     def write_at(self, name: str, offset: int, data: np.ndarray | bytes | memoryview) -> None:
         """Writes `data` at byte `offset` of tensor `name`. Raises ConversionError when it would pass its end."""

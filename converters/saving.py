@@ -11,6 +11,7 @@ from ..dew_core.fields import DecoderFields
 from ..families.errors import Finding, FindingsError
 from ..families.rules import View, leaf_shapes
 from .banks import Banks, is_bank_directory, open_banks
+from .checksums import Checksums
 from .codecs import Logical
 from .copying import Part
 from .dtypes import safetensors_dtype
@@ -21,8 +22,8 @@ from .manifest import MANIFEST, Manifest
 from .parts import whole_tensor
 from .plan import ImportPlan, plan_import
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
-from .source import Source, open_source
-from .staging import copy_file, output_path, refuse_output, refuse_without_room, staged, write_bytes
+from .source import ShardMaps, Source, open_source
+from .staging import copy_file, output_path, refuse_output, staged, write_bytes
 from .trees import LeafArray, layer_leaves
 from .writing import FileJob, Progress, raw_part, write_files
 
@@ -51,7 +52,7 @@ class _Like:
     manifest: Manifest
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     root: Path
-    copy_beside: Callable[[Path], Mapping[str, str]]
+    copy_beside: Callable[[Path], Mapping[str, Checksums]]
     carried: Sequence[tuple[TensorSpec, Part]] = field(repr=False)
 
 
@@ -92,11 +93,11 @@ def save(
         decoder, {leaf: (safetensors_dtype(leaves[leaf].dtype), shape) for leaf, shape in source.shapes.items()}
     )
     refuse_output(out, overwrite, (source.root,), MANIFEST)
-    refuse_without_room(out, sum(tensor.nbytes for tensor in layout.tensors))
-    with staged(out, overwrite, MANIFEST) as stage:
-        checksums = write_files(stage, [*_bank_jobs(layout, leaves), *carried_job(source.carried)], progress, threads)
-        manifest = _manifest(source.manifest, decoder, checksums, source.copy_beside(stage))
-        write_bytes(stage / MANIFEST, manifest.to_bytes())
+    jobs = [*_bank_jobs(layout, leaves), *carried_job(source.carried)]
+    with staged(out, overwrite, MANIFEST, needed=sum(tensor.nbytes for tensor in layout.tensors)) as stage:
+        checksums = write_files(stage.path, jobs, progress, threads)
+        manifest = _manifest(source.manifest, decoder, checksums, source.copy_beside(stage.path))
+        write_bytes(stage.path / MANIFEST, manifest.to_bytes())
     return open_banks(out)
 
 
@@ -113,10 +114,10 @@ def _like(like: str | Path | Banks | Source) -> _Like:
 def _like_banks(banks: Banks) -> _Like:
     manifest = banks.manifest
 
-    def copy_beside(stage: Path) -> dict[str, str]:
+    def copy_beside(stage: Path) -> dict[str, Checksums]:
         copied = {name: copy_file(banks.path / name, stage / name) for name in manifest.beside_files}
         # What was damaged since the import is not taken for whole by copying it.
-        return {name: manifest.beside.get(name, {}).get("xxh3", digest) for name, digest in copied.items()}
+        return {name: manifest.beside.get(name, found) for name, found in copied.items()}
 
     logical = logical_tensors(banks)
     carried = _decoded(manifest.carried, logical) if manifest.quantized == "keep" else manifest.carried
@@ -144,7 +145,7 @@ def _carried_part(banks: Banks, name: str, logical: Mapping[str, Logical]) -> tu
 
 def _like_plan(plan: ImportPlan) -> _Like:
     source = plan.source
-    maps = {name: source.open_shard(name) for name in source.headers}
+    maps = ShardMaps(source)
     return _Like(
         manifest_of(plan, {}, {}),
         leaf_shapes(plan.placements),
@@ -225,16 +226,14 @@ def _bank_jobs(layout: Layout, leaves: Mapping[str, LeafArray]) -> list[FileJob]
 def _manifest(
     like: Manifest,
     decoder: DecoderFields,
-    checksums: Mapping[str, Mapping[str, str]],
-    beside: Mapping[str, str],
+    checksums: Mapping[str, Mapping[str, Checksums]],
+    beside: Mapping[str, Checksums],
 ) -> Manifest:
     values = {f.name: getattr(like, f.name) for f in fields(Manifest)}
     values["fields"] = decoder
     values["quantized"] = None if like.quantized is None else "decode"
     values["coded"] = {}
-    values["beside"] = {name: {"xxh3": digest} for name, digest in beside.items()}
+    values["beside"] = beside
     values["inexact"] = tuple(dict.fromkeys((*like.inexact, CHANGED)))
-    values["files"] = {
-        name: {key: {"xxh3": digest} for key, digest in tensors.items()} for name, tensors in checksums.items()
-    }
+    values["files"] = checksums
     return Manifest(**values)

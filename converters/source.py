@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from .hub import is_hub_id, snapshot
-from .safetensors_files import Header, MappedFile, TensorEntry, read_header
+from .safetensors_files import Header, MappedFile, TensorEntry, is_unicode, read_header
 from .side_files import PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+KEPT_MAPS = 128
+"""The most shards that are kept mapped: each takes a file descriptor, and a process may have few."""
 SHOWN = 4
 """The most files of one kind that a notice names."""
 _SNAPSHOT_REPOSITORY = re.compile(r"models--(.+?)--(.+)")
@@ -84,10 +88,11 @@ class Source:
             for reason, names in why.items()
         ]
 
-    def open_shard(self, name: str) -> MappedFile:
-        """A shard's map. Raises ConversionError when the file is no longer the one whose header was read."""
+    def open_shard(self, name: str, private: bool = False) -> MappedFile:
+        """A shard's map (private: `MappedFile`). Raises ConversionError when the file is no longer the one whose header
+        was read."""
         try:
-            return MappedFile(self.root / name, self.headers[name])
+            return MappedFile(self.root / name, self.headers[name], private)
         except OSError as error:
             raise ConversionError(f"{self.label}: {name} cannot be read any more ({error.strerror})") from error
 
@@ -96,6 +101,26 @@ class Source:
         path = self.root / name
         target = path.resolve()
         return target.name if path.is_symlink() and target.parent.name == "blobs" else None
+
+
+class ShardMaps:
+    """The maps of a source's shards by name: each opened when it is asked for, and the last few kept open. Arrays keep
+    the map they lie in alive."""
+
+    def __init__(self, source: Source, private: bool = False) -> None:
+        self._source, self._private = source, private
+        self._held: OrderedDict[str, MappedFile] = OrderedDict()
+        self._lock = Lock()
+
+    def __getitem__(self, shard: str) -> MappedFile:
+        """The map of a shard. Any thread may ask. Raises ConversionError as `Source.open_shard` does."""
+        with self._lock:
+            if shard not in self._held:
+                self._held[shard] = self._source.open_shard(shard, self._private)
+                if len(self._held) > KEPT_MAPS:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(shard)
+            return self._held[shard]
 
 
 def open_source(
@@ -238,6 +263,8 @@ def read_json_object(text: bytes, where: str) -> dict[str, Any]:
         raise ConversionError(f"{where}: is not valid JSON ({str(error).partition(';')[0]})") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{where}: is not a JSON object")
+    if not is_unicode(text, value):
+        raise ConversionError(f"{where}: has half a surrogate pair, which is no Unicode; fetch the file again")
     return value
 
 

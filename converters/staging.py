@@ -6,13 +6,16 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from ..families.errors import ConversionError
+from .checksums import FAST, READ_BYTES, Digest, of_bytes
+from .resuming import JOURNAL, Identity, Journal, reopen_for
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = (), mark: str = "") -> None:
@@ -50,32 +53,94 @@ def output_path(out: str | Path) -> Path:
     return Path(out)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A directory that is being written, and the journal of how far it is."""
+
+    path: Path
+    journal: Journal
+
+
 @contextmanager
-def staged(out: Path, overwrite: bool = False, mark: str = "") -> Iterator[Path]:
+def staged(
+    out: Path,
+    overwrite: bool = False,
+    mark: str = "",
+    *,
+    needed: int = 0,
+    identity: Identity | None = None,
+    resume: bool = False,
+) -> Iterator[Stage]:
     """A new directory beside `out` that becomes `out` when the block ends, and is removed when it raises.
 
     What stood at `out` stays whole until then. overwrite, mark: whether what stands there at the end may be replaced,
-    as `refuse_output` has it: what appeared while the block ran never is without `overwrite`. Raises ConversionError
-    when the directory cannot be written.
+    as `refuse_output` has it: what appeared while the block ran never is without `overwrite`. needed: bytes that the
+    file system must have room for.
+
+    resume: the directory is the one that an unfinished run of the same identity left, when there is one, holding the
+    files of `identity["files"]` that it had begun and nothing else; and it stays when the block raises, which the
+    exception's notes then say. Raises ConversionError when the directory cannot be written, and as `reopen_for` does.
     """
     parent = out.absolute().parent
-    stage = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    path = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    journal: Journal | None = None
+    keep = False
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        stage.mkdir()
-        yield stage
-        _sync_tree(stage)
-        _place(stage, out, overwrite, mark)
+        left = reopen_for(out, identity) if resume and identity is not None else None
+        if left is not None:
+            path, journal = left
+            kept = _clear(path, identity["files"] if identity is not None else ())
+            refuse_without_room(out, needed - kept)
+        else:
+            refuse_without_room(out, needed)
+            parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            journal = Journal(path, identity)
+        try:
+            yield Stage(path, journal)
+        except BaseException as error:
+            keep = resume
+            if keep and not isinstance(error, OSError):
+                error.add_note(_kept(path))
+            raise
+        _sync_tree(path)
+        journal.remove()
+        sync_directory(path)
+        _place(path, out, overwrite, mark)
     except OSError as error:
-        raise ConversionError(f"{out}: cannot be written ({error})") from error
+        told = ConversionError(f"{out}: cannot be written ({error})")
+        if keep:
+            told.add_note(_kept(path))
+        raise told from error
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)
+        if journal is not None:
+            journal.close()
     sync_directory(parent)
+
+
+def _kept(path: Path) -> str:
+    return f"what was done is in {path}; the same command with --resume goes on from it"
+
+
+def _clear(path: Path, files: Iterable[str]) -> int:
+    """Removes what a run left beside `files` and its journal: small, and written again sooner than compared. Returns
+    how many bytes of disk the rest takes."""
+    taken = 0
+    for item in list(path.iterdir()):
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        elif item.name in files and not item.is_symlink():
+            taken += item.stat().st_blocks * 512
+        elif item.name != JOURNAL:
+            item.unlink()
+    return taken
 
 
 def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
     """Renames `stage` to `out`. A rename replaces nothing but an empty directory, so that of several processes one
-    wins."""
+    wins. What is replaced is exchanged with `stage` in one step where the file system can."""
     if _renamed(stage, out):
         return
     if not overwrite:
@@ -84,6 +149,8 @@ def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
             "written"
         )
     refuse_output(out, overwrite, (), mark)
+    if _exchanged(stage, out):
+        return
     old = stage.with_suffix(".replaced")
     os.rename(out, old)
     try:
@@ -94,6 +161,15 @@ def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if not placed:
         raise ConversionError(f"{out}: was replaced by another process at the same moment; that one's is kept")
+
+
+def _exchanged(stage: Path, out: Path) -> bool:
+    """Whether the two could be exchanged (renameat2 with RENAME_EXCHANGE: Linux 3.15, and not every file system)."""
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(stage), os.fsencode(out.absolute())
+    return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 def _renamed(stage: Path, out: Path) -> bool:
@@ -107,27 +183,37 @@ def _renamed(stage: Path, out: Path) -> bool:
     return True
 
 
-def write_bytes(path: Path, data: bytes) -> str:
-    """Writes a new file, makes it durable and returns its xxh3."""
+def write_bytes(path: Path, data: bytes, algorithms: Iterable[str] = (FAST,)) -> dict[str, str]:
+    """Writes a new file, makes it durable and returns its checksums."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return xxhash.xxh3_64_hexdigest(data)
+    return of_bytes(data, algorithms)
 
 
-def copy_file(source: Path, target: Path) -> str:
-    """Copies a file's bytes (a link's target, not the link), makes the copy durable and returns its xxh3."""
+def copy_file(source: Path, target: Path, algorithms: Iterable[str] = (FAST,)) -> dict[str, str]:
+    """Copies a file's bytes (a link's target, not the link), makes the copy durable and returns its checksums."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    digest = xxhash.xxh3_64()
-    with source.open("rb") as reader, target.open("xb") as writer:
-        while block := reader.read(1 << 20):
+    digest = Digest(algorithms)
+    with target.open("xb") as writer:
+        for block in _blocks(source):
             digest.update(block)
             writer.write(block)
         writer.flush()
         os.fsync(writer.fileno())
-    return digest.hexdigest()
+    return digest.values()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """A file's bytes. Raises ConversionError when they cannot be read."""
+    try:
+        with path.open("rb") as reader:
+            while block := reader.read(READ_BYTES):
+                yield block
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def sync_directory(path: Path) -> None:
