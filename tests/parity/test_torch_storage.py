@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dewconv.converters.importing import import_checkpoint
 from dewconv.converters.source import open_source
 from dewconv.families import find
 from dewconv.parity import verify
@@ -163,3 +164,12 @@ def test_one_scale_that_differs_is_told(tmp_path, variant):
     save_file(held, file, metadata={"format": "pt"})
     report = verify(path, against=other, checks=("logits",), tokens=24, dtype="float32")
     assert not report.passed
+
+
+def test_banks_of_codes_are_verified_against_their_source(tmp_path, stored):
+    """Codes and scales kept in the banks, decoded as they are loaded; exported byte for byte."""
+    _, path = stored
+    import_checkpoint(open_source(path), tmp_path / "banks", quantized="keep")
+    report = verify(tmp_path / "banks", checks=("logits", "round_trip"), tokens=24, dtype="float32")
+    assert report.passed
+    assert {check.name for check in report.checks} == {"logits", "logits:unrolled", "round_trip"}
