@@ -208,6 +208,18 @@ VARIANTS = {
         _tiny(rms_norm_eps=0.01),
         "the latents' norms keep their own epsilon, 1e-6, beside a much larger one of the block's",
     ),
+    "equal_widths": Variant(
+        _tiny(
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            rope_scaling=YARN,
+            rope_theta=10000,
+        ),
+        "every part of a head as wide as the others, so that a wrong cut has the right shape",
+    ),
     "square": Variant(
         _tiny(
             hidden_size=32,
