@@ -126,6 +126,47 @@ def test_a_dtype_casts_matrices_alone_and_says_so_in_the_config(tiny, tmp_path, 
         assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors.values())
 
 
+def test_a_cast_changes_the_dtype_key_of_the_config_and_nothing_else(tiny, tmp_path):
+    """Under either spelling, in a wrapper too; order, floats, nulls and long numbers stay."""
+    plain = tiny.qwen3_config(initializer_range=0.02, pad_token_id=None, rms_norm_eps=1e-06)
+    wrapper = tiny.gemma3_wrapper_config()
+    wrapper["dtype"] = wrapper.pop("torch_dtype")
+    wrapper["text_config"]["dtype"] = "bfloat16"
+    newer = {**{key: value for key, value in plain.items() if key != "torch_dtype"}, "dtype": "bfloat16"}
+    for name, config in {"plain": plain, "newer": newer, "wrapper": wrapper}.items():
+        body = "language_model.model." if name == "wrapper" else "model."
+        weights = tiny.weights_of(config, body, None if name == "wrapper" else "lm_head.")
+        rng = np.random.default_rng(0)
+        weights = {key: rng.normal(0, 1, array.shape).astype(array.dtype) for key, array in weights.items()}
+        path = tiny.write(tmp_path / name, config, weights | (tiny.vision_weights() if name == "wrapper" else {}))
+        banks = import_checkpoint(open_source(path), tmp_path / f"{name}-banks")
+        export_checkpoint(banks, tmp_path / f"{name}-out", dtype="float32")
+        before, after = ((one / "config.json").read_text() for one in (path, tmp_path / f"{name}-out"))
+        assert json.loads(after) == json.loads(before.replace('"bfloat16"', '"float32"')), name
+        assert after.split() == before.replace('"bfloat16"', '"float32"').split(), name
+
+
+def test_an_index_written_anew_is_what_the_files_hold(tiny, tmp_path):
+    """Whatever the source's index said: a tensor it forgot, a total of its own."""
+    checkpoint = tiny.qwen3(shards=2)
+    tiny.write(checkpoint.path, checkpoint.config, finite(checkpoint, tiny), shards=2)
+    (checkpoint.path / "model.safetensors").unlink()
+    path = checkpoint.path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    index["metadata"]["total_size"] = 7
+    path.write_text(json.dumps(index))
+    banks = banks_of(checkpoint, tmp_path)
+    for number, options in enumerate(({"dtype": "float32"}, {"max_shard_size": "20KB"})):
+        out = tmp_path / f"out{number}"
+        export_checkpoint(banks, out, **options)
+        held = {name: file.name for file in out.glob("*.safetensors") for name in read_file(file)[0]}
+        written = json.loads((out / path.name).read_text())
+        assert set(held) == set(checkpoint.weights)
+        assert written["weight_map"] == held
+        assert written["metadata"]["total_size"] == sum(array.nbytes for array in read_checkpoint(out).values())
+
+
 def test_widening_keeps_the_ends_of_the_range(tiny, tmp_path):
     checkpoint = tiny.qwen3()
     weights = finite(checkpoint, tiny)

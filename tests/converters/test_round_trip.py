@@ -163,6 +163,26 @@ def test_carried_scalars_and_empty_tensors_come_back(tiny, tmp_path):
     assert_equal_directories(tiny, path, tmp_path / "back")
 
 
+def test_scalars_and_empty_tensors_are_carried_at_a_misaligned_start(tiny, tmp_path):
+    config = tiny.gemma3_wrapper_config()
+    odd = {
+        "vision_tower.vision_model.scale": np.array(0x7FC1, np.uint16).view(BF16),
+        "vision_tower.vision_model.empty": np.zeros((0, 8), BF16),
+        "vision_tower.vision_model.positions": np.arange(300, 305),
+    }
+    weights = tiny.weights_of(config, "language_model.model.", None) | tiny.vision_weights() | odd
+    path = tiny.write(tmp_path / "source", config, weights)
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    padding = (3 - (8 + length)) % 8
+    file.write_bytes(struct.pack("<Q", length + padding) + data[8 : 8 + length] + b" " * padding + data[8 + length :])
+    banks = import_checkpoint(open_source(path), tmp_path / "banks")
+    assert set(odd) <= set(banks.manifest.carried)
+    assert export_checkpoint(banks, tmp_path / "back").exact
+    assert_equal_directories(tiny, path, tmp_path / "back")
+
+
 def test_header_order_metadata_and_spacing_are_the_sources(tiny, tmp_path):
     checkpoint = tiny.qwen3()
     path = checkpoint.path / "model.safetensors"
@@ -182,6 +202,16 @@ def test_a_config_keeps_its_own_text(tiny, tmp_path):
     odd = json.dumps(dict(checkpoint.config), indent=7).replace("1000000,", "1000000.0,").replace("1e-06", "0.000001")
     (checkpoint.path / "config.json").write_text(odd + "\n\n")
     trip(checkpoint, tmp_path)
+    assert_equal_directories(tiny, checkpoint.path, tmp_path / "back")
+
+
+@pytest.mark.parametrize("told", ["float32", "float16", None])
+def test_a_config_that_names_another_dtype_than_the_file_has_is_not_followed(tiny, tmp_path, told):
+    checkpoint = tiny.qwen3(torch_dtype=told, num_hidden_layers=2)
+    assert {array.dtype for array in checkpoint.weights.values()} == {BF16}
+    banks, plan = trip(checkpoint, tmp_path)
+    assert plan.exact
+    assert {entry.dtype for header in banks.headers.values() for entry in header.entries.values()} == {"BF16"}
     assert_equal_directories(tiny, checkpoint.path, tmp_path / "back")
 
 

@@ -116,6 +116,25 @@ def test_the_default_base_is_the_config_class():
     assert theta(bare, "sliding_attention") == 1e4
 
 
+def test_gemmas_spellings_of_rope_are_one():
+    """rope_theta and rope_local_base_freq beside rope_scaling; rope_parameters by layer type; either with `type`."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = gemma(rope_theta=5e5, rope_local_base_freq=5e3, rope_scaling=scaling)
+    older = {**old, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    new = {
+        **less(old, "rope_theta", "rope_local_base_freq", "rope_scaling"),
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    }
+    read = [GEMMA3.read(config)[0] for config in (old, older, new)]
+    assert read[0] == read[1] == read[2]
+    assert (theta(read[0], "full_attention"), theta(read[0], "sliding_attention")) == (5e5, 5e3)
+    assert findings(GEMMA3, {**new, "rope_theta": 1e6}) == ["config key 'rope_theta'"]
+    assert findings(GEMMA3, {**new, "rope_local_base_freq": 1e4}) == ["config key 'rope_theta'"]
+
+
 def test_unknown_rope_types_and_members_are_refused_by_name():
     assert findings(QWEN3, qwen(rope_scaling={"type": "dynamic", "factor": 2.0})) == [
         "config key 'rope_parameters.rope_type'"
@@ -191,6 +210,16 @@ def test_patterns_that_do_not_fit_are_refused():
     assert findings(GEMMA3, gemma(sliding_window_pattern=0)) == ["config key 'sliding_window_pattern'"]
     assert findings(GEMMA3, gemma(_sliding_window_pattern=4)) == ["config key '_sliding_window_pattern'"]
     assert findings(GEMMA3, gemma(sliding_window=None)) == ["config key 'sliding_window'"]
+
+
+def test_olmo_pattern_is_stated_or_four_to_one():
+    olmo = find("olmo3")
+    config = olmo.variants["pattern"].config
+    assert slides(olmo.read(config)[0]) == [5, 5, 5, None, 5]
+    stated = {**config, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}
+    assert slides(olmo.read(stated)[0]) == [None] * 4 + [5]
+    assert findings(olmo, {**config, "layer_types": ["full_attention"] * 4}) == ["config key 'layer_types'"]
+    assert findings(olmo, {**config, "sliding_window": None}) == ["config key 'sliding_window'"]
 
 
 def test_qwen_window_rule():

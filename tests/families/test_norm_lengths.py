@@ -1,4 +1,4 @@
-"""The lengths of q/k norms: over the whole projection in OLMo 3, over one head in Qwen3-MoE and GLM-4.5."""
+"""The lengths of q/k norms: over the whole projection in OLMo 3, over one head in the others that have them."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,13 @@ from dewconv.parity import write_checkpoint
 
 @pytest.mark.parametrize(
     ("family", "variant", "whole"),
-    [("olmo3", "pattern", True), ("qwen3_moe", "experts", False), ("glm4_moe", "qk_norm", False)],
+    [
+        ("olmo3", "pattern", True),
+        ("qwen3", "untied", False),
+        ("gemma3_text", "text", False),
+        ("qwen3_moe", "experts", False),
+        ("glm4_moe", "qk_norm", False),
+    ],
 )
 def test_qk_norms_have_the_familys_length_and_no_other(tmp_path, family, variant, whole):
     owner = find(family)

@@ -1,14 +1,22 @@
 """Rope by family: OLMo 3's YaRN against a hand-computed one, GLM's part of a head."""
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
 
+from dewconv.converters.exporting import export_checkpoint
+from dewconv.converters.importing import import_checkpoint
+from dewconv.converters.inspection import inspect_source
+from dewconv.converters.loading import load
+from dewconv.converters.source import open_source
 from dewconv.dew_core.layers import layer_plan
 from dewconv.dew_core.rope import rotary_freqs
 from dewconv.families import find
 from dewconv.families.errors import FindingsError
+from dewconv.parity import write_checkpoint
 
 
 def frequencies(family, variant, kind="full_attention", **changes):
@@ -83,3 +91,35 @@ def test_a_factor_stated_twice_must_agree():
     config = {**owner.variants["factor_inside"].config, "partial_rotary_factor": 0.25}
     with pytest.raises(FindingsError, match="partial_rotary_factor"):
         owner.read(config)
+
+
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe"])
+def test_a_factor_nobody_stated_is_told_with_the_decoder(tmp_path, family):
+    """The class's half, in what `inspect` says and in the manifest of the banks."""
+    owner = find(family)
+    path = write_checkpoint(tmp_path / "source", owner.variants["factor_absent"], owner)
+    assert "partial_rotary_factor" not in (path / "config.json").read_text()
+    assert inspect_source(open_source(path)).to_json()["decoder"]["partial_rotary_factor"] == 0.5
+    banks = import_checkpoint(open_source(path), tmp_path / "banks")
+    assert json.loads((banks.path / "dewconv.json").read_text())["decoder"]["partial_rotary_factor"] == 0.5
+
+
+def test_an_attention_factor_of_olmo3_counts_and_keeps_its_text(tmp_path):
+    """Stated 1.0 and 1.3 and not stated: three models, each text as it was."""
+    owner = find("olmo3")
+    logits = {}
+    for variant, text in (("yarn", None), ("yarn_off", "1.0"), ("yarn_factor", "1.3000000000000003")):
+        path = write_checkpoint(tmp_path / variant, owner.variants[variant], owner)
+        config = (path / "config.json").read_text()
+        if text is not None:
+            config = re.sub(r'("attention_factor": )[\d.]+', rf"\g<1>{text}", config)
+            (path / "config.json").write_text(config)
+        banks = import_checkpoint(open_source(path), tmp_path / f"{variant}-banks")
+        export_checkpoint(banks, tmp_path / f"{variant}-back")
+        assert (tmp_path / f"{variant}-back" / "config.json").read_text() == config
+        assert (text is None) is ("attention_factor" not in config)
+        assert text is None or f'"attention_factor": {text}' in config
+        model, variables = load(banks.path)
+        logits[variant] = np.asarray(model.apply(variables, np.arange(80)[None]))
+    for one, other in (("yarn", "yarn_off"), ("yarn", "yarn_factor"), ("yarn_off", "yarn_factor")):
+        assert np.abs(logits[one] - logits[other]).max() > 1e-2 * np.abs(logits[one]).max()

@@ -1,8 +1,10 @@
 """`verify` end to end on two variants; the whole set is what `dewconv.parity.measure` runs for the cards."""
 
 import shutil
+from importlib.metadata import version
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dewconv.converters.importing import import_checkpoint
@@ -57,6 +59,32 @@ def test_another_checkpoints_weights_differ_and_the_layer_is_named(source, banks
     assert verdicts["layers"].worst["layer"] == 2
     assert "layer 2" in verdicts["layers"].note
     assert "model.layers.2.mlp.down_proj.weight" in verdicts["round_trip"].note
+
+
+@pytest.mark.parametrize(("family", "variant"), [("gemma3", "pattern"), ("qwen3", "biases")])
+@pytest.mark.parametrize("around", [0.0, 1.0])
+def test_a_norms_convention_is_the_familys_whatever_its_weights_look_like(tmp_path, family, variant, around):
+    """Weights near 0, as (1 + w) has them, and near 1, as plain ones are: neither is taken for the other's."""
+    owner = find(family)
+    path = write_checkpoint(tmp_path / variant, owner.variants[variant], owner)
+    tensors = load_file(path / "model.safetensors")
+    drawn = torch.Generator().manual_seed(0)
+    for name in sorted(name for name in tensors if name.endswith("norm.weight")):
+        tensors[name] = around + 0.1 * torch.randn(tensors[name].shape, generator=drawn)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    report = verify(path, checks=("logits", "round_trip"), dtype="float32")
+    assert report.passed, report.failures
+
+
+def test_what_olmo3_differs_in_is_told_with_the_version_compared_with():
+    report = verify(family="olmo3", variant="yarn", checks=("logits",), dtype="float32")
+    assert report.passed, report.failures
+    assert report.probe["lengths"][0] > 64
+    assert any("transformers 5.5 to 5.12 put it on the sliding layers too" in notice for notice in report.notices)
+    assert report.versions["transformers"] == version("transformers")
+    text = report.to_markdown()
+    assert "5.5 to 5.12" in text
+    assert version("transformers") in text
 
 
 def test_a_source_that_is_gone_is_said(source, tmp_path):
