@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..families.errors import ConversionError
+
 RECORDS = ("quantization_config", "compression_config")
+MODELOPT = "hf_quant_config.json"
+"""ModelOpt's record beside config.json."""
 NIBBLES = 8
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -48,6 +52,12 @@ def without_records(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("text_config"), Mapping):
         kept["text_config"] = without_records(kept["text_config"])
     return kept
+
+
+def _block(record: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block of an FP8 scale, None where one is for a row or a tensor (transformers' key; ModelOpt's algorithm)."""
+    size = [128, 128] if record.get("quant_algo") == "FP8_PB_WO" else record.get("weight_block_size")
+    return None if size is None else (size[0], size[1])
 
 
 def _group(record: Mapping[str, Any]) -> int:
@@ -125,13 +135,16 @@ def plain_checkpoint(directory: str | Path, config: Mapping[str, Any]) -> Iterat
     """`directory` and `config` as they are, or, when the config has a quantisation record, a temporary copy with every
     weight decoded and a config without the record."""
     directory, record = Path(directory), quantisation_record(config)
+    if record is None and (directory / MODELOPT).is_file():
+        beside = json.loads((directory / MODELOPT).read_text())
+        record = beside.get("quantization", beside)
     if record is None:
         yield directory, config
         return
     with TemporaryDirectory(prefix="dewconv-decoded-") as scratch:
         where, plain = Path(scratch), without_records(config)
         for file in directory.glob("*.json"):
-            if not file.name.endswith(".index.json") and file.name != "hf_quant_config.json":
+            if not file.name.endswith(".index.json") and file.name != MODELOPT:
                 shutil.copyfile(file, where / file.name)
         (where / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
         _write_decoded(directory, where, record)
@@ -140,30 +153,32 @@ def plain_checkpoint(directory: str | Path, config: Mapping[str, Any]) -> Iterat
 
 def _write_decoded(directory: Path, where: Path, record: Mapping[str, Any]) -> None:
     """Every shard of `directory` decoded, under its own name, and an index of them."""
-    shards = sorted(directory.glob("*.safetensors"))
-    place: dict[str, Path] = {}
-    for shard in shards:
-        with safe_open(shard, "pt") as file:
-            place |= dict.fromkeys(file.keys(), shard)
-
-    def read(name: str) -> torch.Tensor:
-        with safe_open(place[name], "pt") as file:
-            return file.get_tensor(name)
-
     weight_map: dict[str, str] = {}
-    for shard in shards:
-        decoded: dict[str, torch.Tensor] = {}
-        for name in (name for name, at in place.items() if at == shard):
-            decoded |= _decoded(name, place, read, record)
-        save_file(decoded, where / shard.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(decoded, shard.name)
-    if len(shards) > 1:
+    with ExitStack() as stack:
+        files = {
+            shard: stack.enter_context(safe_open(shard, "pt")) for shard in sorted(directory.glob("*.safetensors"))
+        }
+        place = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        for shard, file in files.items():
+            decoded: dict[str, torch.Tensor] = {}
+            for name in file.keys():  # noqa: SIM118
+                decoded |= _decoded(name, place, record)
+            save_file(decoded, where / shard.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(decoded, shard.name)
+    if len(files) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
         (where / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _decoded(name: str, place: Mapping[str, Path], read: Any, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What the stored tensor `name` is in a plain checkpoint: nothing, when it is part of another."""
+def _decoded(name: str, place: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What the stored tensor `name` is in a plain checkpoint: nothing, when it is part of another. place: the open
+    file of every tensor."""
+
+    def read(part: str) -> torch.Tensor:
+        if part not in place:
+            raise ConversionError(f"tensor {part} is missing: codes mean nothing without it")
+        return place[part].get_tensor(part)
+
     if name.endswith(".weight_packed"):
         stem = name.removesuffix("_packed")
         return {stem: decode_int4(read(name), read(f"{stem}_scale"), _group(record))}
@@ -174,6 +189,5 @@ def _decoded(name: str, place: Mapping[str, Path], read: Any, record: Mapping[st
     tensor = read(name)
     if tensor.dtype != torch.float8_e4m3fn:
         return {name: tensor}
-    scale = next(module + end for end in SCALES if module + end in place)
-    size = record.get("weight_block_size")
-    return {name: decode_fp8(tensor, read(scale), None if size is None else (size[0], size[1]))}
+    found = [module + end for end in SCALES if module + end in place]
+    return {name: decode_fp8(tensor, read(found[0] if found else module + SCALES[0]), _block(record))}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dewconv.converters.importing import import_checkpoint
 from dewconv.converters.source import open_source
-from dewconv.families import find
+from dewconv.families import ConversionError, find
 from dewconv.parity import verify
 from dewconv.parity.candidate import reference_run
 from dewconv.parity.fixtures import write_checkpoint
@@ -173,3 +173,32 @@ def test_banks_of_codes_are_verified_against_their_source(tmp_path, stored):
     report = verify(tmp_path / "banks", checks=("logits", "round_trip"), tokens=24, dtype="float32")
     assert report.passed
     assert {check.name for check in report.checks} == {"logits", "logits:unrolled", "round_trip"}
+
+
+def test_codes_without_their_scale_are_told(tmp_path):
+    variant = FAMILY.variants["fp8"]
+    path = write_checkpoint(tmp_path / "a", variant, FAMILY)
+    gone = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    for file in path.glob("*.safetensors"):
+        kept = {name: one for name, one in load_file(file).items() if name != gone}
+        save_file(kept, file, metadata={"format": "pt"})
+    with (
+        pytest.raises(ConversionError, match=r"o_proj\.weight_scale_inv is missing"),
+        plain_checkpoint(path, variant.config),
+    ):
+        pass
+
+
+def test_a_record_beside_the_config_is_read(tmp_path):
+    """ModelOpt's older exports state their quantisation in a file of its own."""
+    codes = torch.tensor([[1.0, -2.0], [448.0, 0.5]]).to(torch.float8_e4m3fn)
+    held = {"x.weight": codes, "x.weight_scale": torch.tensor(0.75), "x.input_scale": torch.tensor(2.0)}
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    record = {"quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(record))
+    with plain_checkpoint(tmp_path, {}) as (where, _):
+        plain = tensors_of(where)
+        assert not (where / "hf_quant_config.json").exists()
+    assert plain.keys() == {"x.weight"}
+    assert torch.equal(plain["x.weight"], (codes.float() * 0.75).bfloat16())
