@@ -41,6 +41,19 @@ def test_a_variant_passes_every_check_in_both_dtypes(family, variant):
     assert set(report.layers) == {"float32", "bfloat16"}
 
 
+@pytest.mark.parametrize(("family", "variant"), [("qwen3_moe", "sparse_step"), ("glm4_moe", "groups")])
+def test_routed_layers_decode_pack_and_learn_as_torch_does(family, variant):
+    checks = ("routing", "decode", "padding", "gradients")
+    report = verify(family=family, variant=variant, checks=checks, dtype="float32")
+    assert report.passed, report.failures
+    found = {check.name: check for check in report.checks}
+    assert set(found) == set(checks)
+    assert all(check.passed for check in report.checks)
+    counted = found["routing"].figures
+    assert counted["same"] == counted["choices"] > 0
+    assert f"{counted['same']} of {counted['choices']} tokens took the same experts" in report.to_markdown()
+
+
 def test_banks_are_verified_against_the_source_they_came_from(banks):
     report = verify(banks, checks=("logits", "round_trip"))
     assert report.passed
