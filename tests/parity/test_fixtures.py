@@ -77,6 +77,28 @@ def test_the_hubs_prefix_comes_without_the_familys_rules():
     assert "model.language_model.layers.0.self_attn.q_proj.weight" in saved
 
 
+def test_kimi_k25s_tower_is_named_and_joined_as_released():
+    owner = find("kimi_k25")
+    tensors = draw_weights(owner.variants["kimi_k25"], owner)
+    block = "vision_tower.encoder.blocks.1."
+    assert {name.removeprefix(block) for name in tensors if name.startswith(block)} == {
+        f"{name}.{part}"
+        for name in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+        for part in ("weight", "bias")
+    }
+    assert tuple(tensors[block + "wqkv.weight"].shape) == (48, 16)
+    assert {name.split(".")[0] for name in tensors} == {"language_model", "vision_tower", "mm_projector"}
+    assert {"vision_tower.patch_embed.pos_emb.weight", "mm_projector.proj.2.bias"} <= tensors.keys()
+    assert "language_model.model.layers.2.mlp.gate.e_score_correction_bias" in tensors
+
+
+def test_drawing_leaves_a_variants_config_alone():
+    """transformers 5.24 `Kimi_K25Config` renames the text half's model type in the mapping it is given."""
+    owner = find("kimi_k25")
+    draw_weights(owner.variants["kimi_k25"], owner)
+    assert owner.variants["kimi_k25"].config["text_config"]["model_type"] == "kimi_k2"
+
+
 def test_every_variants_spelling_has_hub_names():
     from dewconv.parity.fixtures import architecture
     from dewconv.parity.hub_names import HUB_NAMES, PLAIN
