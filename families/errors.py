@@ -6,8 +6,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
+LONGEST_LINE = 1000
+"""The most characters of one line of a message; the middle of a longer one is left out."""
+
+
 class ConversionError(Exception):
-    """Something that cannot be done, in one or two plain lines: what, where, what to do."""
+    """Something that cannot be done, in one or two plain lines: what, where, what to do.
+
+    What a stranger's file says is quoted in messages: lines are cut to `LONGEST_LINE`, and what no terminal can show
+    is escaped.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__("\n".join(map(_plain, text.split("\n"))))
+
+
+def _plain(line: str) -> str:
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    if len(shown) <= LONGEST_LINE:
+        return shown
+    return f"{shown[: LONGEST_LINE * 2 // 3]} … {shown[-LONGEST_LINE // 4 :]}"
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,12 @@ FAULTS = {
     "truncated data": ({"a": entry()}, bytes(7), None, "truncated"),
     "bytes left over": ({"a": entry()}, bytes(9), None, "bytes no tensor owns"),
     "half a byte": ({"a": entry("F4", (3,), (0, 1))}, bytes(1), None, "do not fill whole bytes"),
+    "half a surrogate pair": (
+        b'{"w\\udc00": {"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b"x",
+        None,
+        "half a surrogate pair",
+    ),
     "metadata not text": ({"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "__metadata__"),
 }
 
