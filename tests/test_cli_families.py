@@ -223,3 +223,24 @@ def test_conversion_runs_where_torch_and_jax_cannot_be_imported(tmp_path: Path) 
     succeeds("diff", source, "back", cwd=tmp_path, env=env)
     assert content(tmp_path / "back") == content(source)
     assert "is not here" in dewconv_command("verify", source, cwd=tmp_path, env=env).stderr
+
+
+@pytest.mark.parametrize(
+    ("release", "billions", "runs"),
+    [
+        ("Qwen__Qwen3-30B-A3B", 30.5, ["layers_0_47"]),
+        ("Qwen__Qwen3-235B-A22B-FP8", 235.1, ["layers_0_93"]),
+        ("zai-org__GLM-4.5-Air", None, ["layers_0", "layers_1_45"]),
+    ],
+)
+def test_a_release_is_inspected_by_its_config_alone(
+    tmp_path: Path, release: str, billions: float | None, runs: list[str]
+) -> None:
+    shutil.copy(Path(__file__).parent / "data" / "configs" / f"{release}.json", tmp_path / "config.json")
+    found = as_json("inspect", tmp_path, cwd=tmp_path)
+    assert [run["bank"] for run in found["runs"]] == runs
+    assert billions is None or abs(found["parameters"] / (billions * 1e9) - 1) < 0.005
+    text = succeeds("inspect", tmp_path, cwd=tmp_path).stdout
+    assert f"{found['parameters']:,}" in text
+    assert all(run in text for run in runs)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["config.json"]

@@ -121,7 +121,7 @@ def test_released_configs_close(name):
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("name", ["olmo3", "glm4", "glm4_moe_lite", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe", "olmo3", "glm4", "glm4_moe_lite", "deepseek_v3"])
 def test_released_names_close(name):
     family = find(name)
     configs = released_configs(family, DATA)
