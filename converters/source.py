@@ -22,6 +22,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 KEPT_MAPS = 128
 """The most shards that are kept mapped: each takes a file descriptor, and a process may have few."""
+DEEPEST = 64
+"""How deep the objects and lists of a JSON file may be nested: what reads and copies them calls itself."""
 SHOWN = 4
 """The most files of one kind that a notice names."""
 _SNAPSHOT_REPOSITORY = re.compile(r"models--(.+?)--(.+)")
@@ -242,7 +244,8 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
 
 
 def read_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object whose keys are distinct and whose numbers are not NaN. Raises ConversionError naming `where`."""
+    """A JSON object whose keys are distinct, whose numbers are not NaN, and which is at most `DEEPEST` deep. Raises
+    ConversionError naming `where`."""
 
     def refuse_nan(name: str) -> float:
         if name == "NaN":
@@ -265,6 +268,13 @@ def read_json_object(text: bytes, where: str) -> dict[str, Any]:
         raise ConversionError(f"{where}: is not a JSON object")
     if not is_unicode(text, value):
         raise ConversionError(f"{where}: has half a surrogate pair, which is no Unicode; fetch the file again")
+    pending = [(value, 1)]
+    while pending:
+        container, depth = pending.pop()
+        if depth > DEEPEST:
+            raise ConversionError(f"{where}: is nested more than {DEEPEST} deep; fetch the file again")
+        below = container.values() if isinstance(container, dict) else container
+        pending += [(item, depth + 1) for item in below if isinstance(item, dict | list)]
     return value
 
 

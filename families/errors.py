@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-
 LONGEST_LINE = 1000
 """The most characters of one line of a message; the middle of a longer one is left out."""
 

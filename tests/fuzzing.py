@@ -194,21 +194,23 @@ def taken(read: Callable[[], Any], *named: str) -> bool:
 
     Raises AssertionError for a message that is no plain text, and whatever else `read` raises.
     """
+    refusal = None
     with limited():
         try:
             read()
         except ConversionError as error:
-            text = str(error)
-            text.encode("utf-8")
-            lines = text.splitlines()
-            assert text.strip(), repr(error)
-            assert "Traceback" not in text, text
-            most = 1 + len(error.findings) if isinstance(error, FindingsError) else 2
-            assert len(lines) <= most, text
-            assert max(map(len, lines)) <= LONGEST_LINE, text[:LONGEST_LINE]
-            assert any(name in text for name in named), text
-            return False
-    return True
+            refusal = error
+    if refusal is None:
+        return True
+    text = str(refusal)
+    text.encode("utf-8")
+    lines = text.splitlines()
+    assert text.strip(), repr(refusal)
+    assert "Traceback" not in text, text
+    assert len(lines) <= (1 + len(refusal.findings) if isinstance(refusal, FindingsError) else 2), text
+    assert max(map(len, lines)) <= LONGEST_LINE, text[:LONGEST_LINE]
+    assert any(name in text for name in named), text
+    return False
 
 
 def write_safetensors(path: Path, text: bytes, length: int, data: int) -> None:

@@ -243,6 +243,7 @@ def test_pickled_weights_alone_are_refused_and_never_run(tiny, tmp_path):
         ("[]", "not a JSON object"),
         ('{"a": NaN}', "NaN"),
         ('{"a": 1, "a": 2}', "'a' twice"),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", "nested more than 64 deep"),
         ("\xff", "not valid JSON"),
     ],
 )
