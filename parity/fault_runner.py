@@ -29,6 +29,9 @@ from .faults import CATALOGUE
 from .fixtures import write_checkpoint
 from .seeding import Fault, Model, Seeded, Statements
 
+KEPT = 100
+"""Instances between which compiled programs are kept: each program takes memory maps, of which a process may have few
+(65530 on Linux), and running out of them is no fault of a candidate's."""
 REFUSALS = (ConversionError, ValueError, TypeError, KeyError, IndexError, flax.errors.FlaxError)
 """What a candidate that cannot be built raises."""
 
@@ -294,11 +297,14 @@ def run_faults(
             return run_faults(family, faults=faults, bench=Bench(family, Path(directory or temporary)))
     outcomes: list[Outcome] = []
     absent: dict[str, str] = {}
+    jax.clear_caches()
     for fault in faults:
         instances = instances_of(fault, bench)
         if not instances:
             absent[fault.name] = fault.needs
         for label, seeded in instances.items():
+            if len(outcomes) % KEPT == KEPT - 1:
+                jax.clear_caches()
             outcomes.append(Outcome(fault.name, label, fault.expect, tuple(_attempts(fault, seeded, bench))))
     used = sorted({(a.variant, a.dtype) for outcome in outcomes for a in outcome.attempts if a.refused is None})
     honest = tuple(bench.stand(variant, dtype).honest_attempt for variant, dtype in used)

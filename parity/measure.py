@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ..families.registry import find
 from .cards import CARDS, write_card
 from .gates import close_config, close_names, released_configs, released_names
@@ -68,6 +70,7 @@ def measure(
 
 
 def _verified(family: str, variant: str) -> str:
+    jax.clear_caches()  # a variant's programs are of no use to the next, and a process may hold only so many
     return verify(family=family, variant=variant).to_json()
 
 
