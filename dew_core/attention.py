@@ -152,24 +152,22 @@ def probabilities(
     return masked_softmax(scores, seen, sinks)
 
 
-def in_query_blocks(
-    attend: Callable[[jax.Array, jax.Array], jax.Array], query: jax.Array, seen: jax.Array, block: int = QUERY_BLOCK
-) -> jax.Array:
-    """attend(query [B, S, heads, D], seen [B, S, T]) -> [B, S, heads, D], `block` queries at a time.
+def in_query_blocks(attend: Callable[..., jax.Array], *rows: jax.Array, block: int = QUERY_BLOCK) -> jax.Array:
+    """attend(*rows) -> [B, S, …] of arrays [B, S, …], a row a query, `block` queries at a time.
 
     Rows of a softmax are independent, so the values are the same; scores are [.., block, T] and stay in a
     CPU's cache, which halves attention's time over long rows.
     """
-    batch, length = query.shape[:2]
+    batch, length = rows[0].shape[:2]
     if length <= block:
-        return attend(query, seen)
+        return attend(*rows)
     pad = -length % block
 
     def blocks(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    out = jax.lax.map(lambda pair: attend(*pair), (blocks(query), blocks(seen)))
+    out = jax.lax.map(lambda part: attend(*part), tuple(map(blocks, rows)))
     return jnp.moveaxis(out, 0, 1).reshape(batch, length + pad, *out.shape[3:])[:, :length]
 
 
@@ -380,8 +378,11 @@ def token_positions(valid: jax.Array | None, length: int, cache: DecodeCache | N
     return positions + cache.valid.value.sum(axis=1, dtype=jnp.int32)[:, None]
 
 
-def rotated(mixer: Any, width: int, positions: jax.Array, *states: jax.Array) -> list[jax.Array]:
-    """Each of `states` [B, S, heads, width] turned to `positions` as the rotary fields of `mixer` say."""
+def rotated(
+    mixer: Any, width: int, positions: jax.Array, *states: jax.Array, interleaved: bool | None = None
+) -> list[jax.Array]:
+    """The first `width` features of each of `states` [B, S, heads, D] turned to `positions` as the rotary fields of
+    `mixer` say; `interleaved` is theirs when None."""
     inverse, amplitude = rotary_freqs(
         width,
         mixer.rope_theta,
@@ -391,7 +392,8 @@ def rotated(mixer: Any, width: int, positions: jax.Array, *states: jax.Array) ->
         partial_rotary_type=mixer.partial_rotary_type,
     )
     cos, sin = rotary_tables(positions, inverse, amplitude, states[0].dtype)
-    return [apply_rotary(x, cos, sin, interleaved=mixer.rope_interleaved) for x in states]
+    pairs = mixer.rope_interleaved if interleaved is None else interleaved
+    return [apply_rotary(x, cos, sin, interleaved=pairs) for x in states]
 
 
 def attended(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,26 @@ from .remat import RematPolicy
 from .router import Routes
 
 
+class LayerInputs(NamedTuple):
+    """What one layer is told beside the stream ([B, S, layers, …] on its way to the layers).
+
+    routes: recorded experts, for a routed block. selected: a recorded choice of keys [B, S, T] bool, for a mixer with
+    an indexer of its own.
+    """
+
+    routes: Routes | None = None
+    selected: jax.Array | None = None
+
+
 class DecoderBlock(nn.Module):
     """x [B, S, features] -> [B, S, features] through self_attn and mlp.
 
     mixer and feedforward are factories taking a name: mixer's module becomes self_attn and takes
     CausalSelfAttention's call, feedforward's becomes mlp and takes the normed states (routed: and the recorded
-    routes, which arrive as per_layer_input and which a dense feed-forward has no use for). A feedforward of
-    None is a block of the mixer alone. wiring places the norms: input_layernorm and post_attention_layernorm
-    before the sublayers (pre_norms), attention_output_norm and mlp_output_norm after them (output_norms).
+    routes, which a dense feed-forward has no use for). A feedforward of None is a block of the mixer alone.
+    wiring places the norms: input_layernorm and post_attention_layernorm before the sublayers (pre_norms),
+    attention_output_norm and mlp_output_norm after them (output_norms). per_layer_input is the layer's
+    `LayerInputs`. kv_store is one dict down the stack, from a mixer to later ones that share what it stashed.
 
     residual_multiplier multiplies each sublayer's output before it joins the stream (GraniteMoeHybrid),
     dropout_rate drops from it. remat recomputes the block in the backward pass, keeping what the policy
@@ -105,41 +117,55 @@ class DecoderBlock(nn.Module):
         decode: bool = False,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
-        kv_store: Any = None,
-        per_layer_input: Any = None,
+        kv_store: dict[str, jax.Array] | None = None,
+        per_layer_input: LayerInputs | None = None,
         attention_metadata: AttentionMetadata | None = None,
     ) -> jax.Array:
-        if not isinstance(per_layer_input, Routes | None):
-            raise ValueError("per_layer_input: the decoder block reads no per-layer input")
+        if not isinstance(per_layer_input, LayerInputs | None):
+            raise ValueError("per_layer_input: the decoder block reads no per-layer input but LayerInputs")
         if self.dtype is not None:
             x = x.astype(self.dtype)
 
         def run(
-            block: DecoderBlock, states: jax.Array, positions: Any, segment_ids: Any, metadata: Any, routes: Any
-        ) -> jax.Array:
-            return block._sublayers(
+            block: DecoderBlock,
+            states: jax.Array,
+            positions: Any,
+            segment_ids: Any,
+            metadata: Any,
+            inputs: Any,
+            given: Any,
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            # A copy: what a recomputed block puts in a dict from outside would be of another trace.
+            store = None if given is None else dict(given)
+            out = block._sublayers(
                 states,
-                routes,
+                inputs or LayerInputs(),
                 train=train,
                 decode=decode,
                 positions=positions,
                 segment_ids=segment_ids,
-                kv_store=kv_store,
+                kv_store=store,
                 attention_metadata=metadata,
             )
+            return out, {name: one for name, one in (store or {}).items() if one is not (given or {}).get(name)}
 
         if self.remat is not None and not decode and not self.is_initializing():
             run = nn.remat(run, policy=self.remat.checkpoint_policy())
-        return run(self, x, positions, segment_ids, attention_metadata, per_layer_input)
+        x, stashed = run(self, x, positions, segment_ids, attention_metadata, per_layer_input, kv_store)
+        if kv_store is not None:
+            kv_store.update(stashed)
+        return x
 
-    def _sublayers(self, x: jax.Array, routes: Routes | None, *, train: bool, **call: Any) -> jax.Array:
+    def _sublayers(self, x: jax.Array, inputs: LayerInputs, *, train: bool, **call: Any) -> jax.Array:
         pre, post = self.wiring.pre_norms, self.wiring.output_norms
+        if inputs.selected is not None:
+            call["selected"] = inputs.selected
         states = self.self_attn(self.input_layernorm(x) if pre else x, train=train, **call)
         x = self._join(x, self.attention_output_norm(states) if post else states, train)
         if self.feedforward is None:
             return x
         states = self.post_attention_layernorm(x) if pre else x
-        states = self.mlp(states, routes) if self.routed else self.mlp(states)
+        states = self.mlp(states, inputs.routes) if self.routed else self.mlp(states)
         return self._join(x, self.mlp_output_norm(states) if post else states, train)
 
     def _join(self, x: jax.Array, states: jax.Array, train: bool) -> jax.Array:

@@ -5,6 +5,7 @@ One attention layer's variables in the collection `cache`, batch on axis 0 of ev
     cached_key, cached_value   [B, kv_heads, max_seq_len, head_dim]: grouped-query attention
     cached_latent              [B, 1, max_seq_len, kv_lora_rank]: latent attention, in place of keys and values
     cached_rope_key            [B, 1, max_seq_len, qk_rope_head_dim]: beside it, rotated
+    cached_index_key           [B, 1, max_seq_len, index_head_dim]: beside them where the layer has an indexer, rotated
     cached_valid               [B, max_seq_len] bool: a real token was written here
     cached_positions           [B, max_seq_len] int32
     cursor                     [B] int32: the slot each row writes next

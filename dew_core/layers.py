@@ -190,10 +190,44 @@ def sparse_layers(fields: Any) -> tuple[int, ...]:
     return tuple(range(step - 1, fields.num_layers, step))
 
 
+def sharing_layers(fields: Any) -> tuple[int, ...]:
+    """The layers that read what an earlier layer stashed, in order: the trailing `num_kv_shared_layers`, or those that
+    `kv_shared_layers` names.
+
+    Raises ValueError when both are set, and for a layer that is named twice or is none.
+    """
+    trailing, named = fields.num_kv_shared_layers, fields.kv_shared_layers
+    if trailing and named is not None:
+        raise ValueError("num_kv_shared_layers and kv_shared_layers are both set: name the sharing layers one way")
+    if named is not None:
+        if len(set(named)) < len(named) or any(not 0 <= layer < fields.num_layers for layer in named):
+            raise ValueError(f"kv_shared_layers={tuple(named)!r}: it names layers of {fields.num_layers}, each once")
+        return tuple(sorted(named))
+    if not 0 <= trailing < fields.num_layers:
+        raise ValueError(f"num_kv_shared_layers={trailing}: some of num_layers={fields.num_layers} are left to share")
+    return tuple(range(fields.num_layers - trailing, fields.num_layers))
+
+
+def kv_sharing(fields: Any) -> dict[int, int]:
+    """Sharing layer -> the provider it reads: the last earlier layer of its own type that does not share itself.
+
+    Raises ValueError as `sharing_layers` does, and when there is no such layer.
+    """
+    types, sharing = layer_types(fields), sharing_layers(fields)
+    providers: dict[int, int] = {}
+    for layer in sharing:
+        owning = [i for i in range(layer) if i not in sharing and types[i] == types[layer]]
+        if not owning:
+            field = "num_kv_shared_layers" if fields.kv_shared_layers is None else "kv_shared_layers"
+            raise ValueError(f"{field}: layer {layer} shares, and no {types[layer]} layer before it has its own")
+        providers[layer] = owning[-1]
+    return providers
+
+
 def layer_plan(fields: Any) -> LayerPlan:
     """The plan of a decoder's layers from its fields (a `DecoderFields` or the decoder itself).
 
-    Raises ValueError as `layer_kinds`, `mlp_widths` and `scan_groups` do.
+    Raises ValueError as `layer_kinds`, `mlp_widths`, `kv_sharing` and `scan_groups` do.
     """
     types = layer_types(fields)
     kinds = layer_kinds(fields, types)
@@ -201,6 +235,8 @@ def layer_plan(fields: Any) -> LayerPlan:
     routed = set(sparse_layers(fields))
     hashed = set(() if fields.mixture is None else fields.mixture.hash_layers or ())
     sparsity = fields.activation_sparsity_pattern or (0.0,) * fields.num_layers
+    sharing = kv_sharing(fields)
+    providers = set(sharing.values())
     specs = tuple(
         LayerSpec(
             layer_type=types[index],
@@ -209,8 +245,8 @@ def layer_plan(fields: Any) -> LayerPlan:
             hash_routed=index in hashed,
             width=widths[index],
             sparsity=sparsity[index],
-            kv_shared=False,
-            provider=None,
+            kv_shared=index in sharing,
+            provider=index if index in providers else None,
             residual_site=None,
         )
         for index in range(fields.num_layers)

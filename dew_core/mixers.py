@@ -83,7 +83,8 @@ def latent(context: MixerContext, shared: Shared) -> Factory:
     sizes = {f.name: getattr(context.mixer, f.name) for f in record_fields(context.mixer)}
     geometry = {name: getattr(context, name) for name in _GEOMETRY}
     used = {name: value for name, value in shared.items() if name not in _GROUPED_ALONE}
-    return partial(LatentAttention, **sizes, **geometry, **used)
+    place = {"kv_shared": context.kv_shared, "layer_type": context.layer_type}
+    return partial(LatentAttention, **sizes, **geometry, **place, **used)
 
 
 MIXERS: Mapping[str, Callable[[MixerContext, Shared], Factory]] = {GROUPED: grouped_query, MLA.name: latent}

@@ -28,9 +28,11 @@ from .attention import (
     token_positions,
 )
 from .dense import Dense, compute_dtype, kernel_init, product
+from .indexer import LightningIndexer
 from .kv_cache import DecodeCache, refuse_unbuildable_cache
+from .layers import DEFAULT_KIND
 from .norms import RMSNorm
-from .records import KVCache, RopeScaling, YarnScaling
+from .records import Indexer, KVCache, RopeScaling, YarnScaling
 from .rope import yarn_softmax_correction
 
 
@@ -55,11 +57,15 @@ class LatentAttention(nn.Module):
     attention_scale None is (qk_nope_head_dim + qk_rope_head_dim)^-0.5 times YaRN's second correction
     (`yarn_softmax_correction`). attention_bias biases q_a_proj, kv_a_proj_with_mqa and o_proj, and nothing else.
 
-    The cache holds kv_lora_rank + qk_rope_head_dim numbers a token. attention_impl "auto" attends it as it lies when
+    The cache holds kv_lora_rank + qk_rope_head_dim numbers a token, and index_head_dim more with an indexer.
+    attention_impl "auto" attends it as it lies when
     that takes fewer multiplications than expanding it (`absorbs`: a decode step does), "reference" and "xla" always
     expand keys and values.
 
-    A sparse indexer would narrow `seen`, from the states and the query latent.
+    indexer narrows what a query sees to the keys it chooses (`LightningIndexer`), on every path alike. A layer with
+    kv_shared has none of its own and repeats the choice of the last layer before it that has one and is of the same
+    layer_type (transformers 5.24 `GlmMoeDsaAttention`): owning layers leave theirs [B, S, T] in `kv_store` under
+    layer_type.
 
     Raises ValueError, naming the field, for values it cannot build.
     """
@@ -71,6 +77,9 @@ class LatentAttention(nn.Module):
     qk_rope_head_dim: int
     v_head_dim: int
     latent_norm_eps: float = 1e-6
+    indexer: Indexer | None = None
+    kv_shared: bool = False
+    layer_type: str = DEFAULT_KIND
     max_seq_len: int = 2048
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -112,21 +121,32 @@ class LatentAttention(nn.Module):
         decode: bool = False,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
-        kv_store: Any = None,
+        kv_store: dict[str, jax.Array] | None = None,
         attention_metadata: AttentionMetadata | None = None,
+        selected: jax.Array | None = None,
     ) -> jax.Array:
-        """The call is `CausalSelfAttention`'s, and so are its errors."""
+        """The call is `CausalSelfAttention`'s, and so are its errors.
+
+        kv_store: the choices of earlier layers by layer type. selected [B, S, T] bool: a recorded choice of keys (of
+        the cache's slots when decoding) to repeat in place of the indexer's own.
+        """
         self.refuse_unbuildable()
-        refuse_call(kv_store, decode, segment_ids, self.causal)
+        refuse_call(None if self.indexer is not None else kv_store, decode, segment_ids, self.causal)
         metadata = AttentionMetadata() if attention_metadata is None else attention_metadata
         batch, length, features = x.shape
-        query = self._query(self._query_latent(x))
+        query_latent = self._query_latent(x)
+        query = self._query(query_latent)
         latent, rope_key = self._key_latent(x)
+        indexer = None
+        if self.indexer is not None and not self.kv_shared:
+            indexer = LightningIndexer(self.indexer, self.init_std, self.dtype, self.precision, name="indexer")
 
         valid = real_tokens(metadata, decode, batch, length)
         cache = None
         if decode:
             leaves = {"cached_latent": (1, self.kv_lora_rank), "cached_rope_key": (1, self.qk_rope_head_dim)}
+            if indexer is not None:
+                leaves["cached_index_key"] = (1, indexer.record.index_head_dim)
             cache = DecodeCache(self, self.kv_cache, batch, self.max_seq_len, leaves, latent.dtype)
             if not cache.allocated:
                 cache = None
@@ -136,7 +156,21 @@ class LatentAttention(nn.Module):
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
         rope, rope_key = rotated(self, self.qk_rope_head_dim, positions, rope, rope_key[:, :, None])
         new = {"cached_latent": latent[:, None], "cached_rope_key": rope_key.transpose(0, 2, 1, 3)}
-        (latent, rope_key), seen = attended(self, new, cache, valid, positions, segment_ids, metadata)
+        index = None
+        if indexer is not None:
+            index = indexer(x, query_latent)
+            pairs, width = indexer.record.indexer_rope_interleave, self.qk_rope_head_dim
+            turned, index_key = rotated(self, width, positions, index.query, index.key, interleaved=pairs)
+            index = index._replace(query=turned)
+            new["cached_index_key"] = index_key.transpose(0, 2, 1, 3)
+        (latent, rope_key, *index_keys), seen = attended(self, new, cache, valid, positions, segment_ids, metadata)
+        if indexer is not None and index is not None:
+            own = indexer.select(index.query, index.weights, index_keys[0], seen)
+            seen = own if selected is None else seen & selected
+            if kv_store is not None:
+                kv_store[self.layer_type] = seen
+        elif self.kv_shared:
+            seen = seen & self._provided(kv_store)
         width = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         kernel = ExpansionKernel(self.kv_lora_rank, width, self.init_std, name="kv_b_proj")()
         attend = self._absorbed if self._absorbs(length, latent.shape[2]) else self._expanded
@@ -145,6 +179,15 @@ class LatentAttention(nn.Module):
         bias = self.attention_bias if self.o_proj_bias is None else self.o_proj_bias
         o_proj = Dense(features, bias, self.output_init_std, self.dtype, self.precision, name="o_proj")
         return checkpoint_name(o_proj(context), "o_proj")
+
+    @nn.nowrap
+    def _provided(self, kv_store: dict[str, jax.Array] | None) -> jax.Array:
+        if kv_store is None or self.layer_type not in kv_store:
+            raise ValueError(
+                f"kv_store holds no choice of keys of a {self.layer_type} layer, which this layer shares: run it after "
+                "one that has an indexer, with the same store"
+            )
+        return kv_store[self.layer_type]
 
     def _dense(self, name: str, width: int, bias: bool) -> Dense:
         return Dense(width, bias, self.init_std, self.dtype, self.precision, name=name)

@@ -1,4 +1,4 @@
-"""RMS normalisation in the two roundings and the two scale conventions open decoders use."""
+"""RMS normalisation in the two roundings and the two scale conventions open decoders use, and layer normalisation."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ class RMSNorm(nn.Module):
         if self.scale_after_cast:
             return scale.astype(dtype) * values.astype(dtype)
         return (values * scale.astype(jnp.float32)).astype(dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) times a learned scale plus a learned bias, over the last axis. Statistics and the
+    sum are fp32, rounded once to x's dtype (torch `LayerNorm`)."""
+
+    eps: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros_init(), (x.shape[-1],), jnp.float32)
+        values = x.astype(jnp.float32)
+        values = values - jnp.mean(values, axis=-1, keepdims=True)
+        values = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=-1, keepdims=True) + self.eps)
+        return (values * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

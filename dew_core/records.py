@@ -65,6 +65,24 @@ class MixerBase:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2-Exp; transformers 5.24 `DeepseekV32Indexer`,
+    `GlmMoeDsaIndexer`; fields by their config keys).
+
+    A query attends the `index_topk` keys that score highest by `index_n_heads` heads of `index_head_dim` features, all
+    it sees when those are fewer. A head's first `qk_rope_head_dim` features turn: halves of them are pairs
+    (DeepSeek-V3.2), or neighbours with `indexer_rope_interleave` (GLM-5), whatever pairs the attention's own heads
+    have. index_norm_eps: of the keys' layer norm, the class's own beside any `rms_norm_eps`.
+    """
+
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    indexer_rope_interleave: bool = False
+    index_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class MLA(MixerBase):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1; fields by DeepSeek V3's config keys).
 
@@ -74,7 +92,8 @@ class MLA(MixerBase):
     `qk_nope_head_dim` features that do not turn, then the rotary ones; its value has `v_head_dim`.
 
     latent_norm_eps: of the two latents' RMS norms, which is not the decoder's `norm_eps` (transformers 5.24
-    `DeepseekV3Attention` and the release's own code leave it at 1e-6 whatever `rms_norm_eps` says).
+    `DeepseekV3Attention` and the release's own code leave it at 1e-6 whatever `rms_norm_eps` says). indexer: what
+    chooses the keys a query attends, None for all it sees.
     """
 
     name: ClassVar[str] = "mla"
@@ -85,6 +104,7 @@ class MLA(MixerBase):
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     latent_norm_eps: float = 1e-6
+    indexer: Indexer | None = None
 
     @property
     def head_dim(self) -> int:
@@ -200,6 +220,7 @@ RECORDS: dict[str, type[Any]] = {
     for record in (
         RopeScaling,
         YarnScaling,
+        Indexer,
         MLA,
         LayerKind,
         Mixture,

@@ -11,9 +11,9 @@ from dataclasses import fields as record_fields
 from typing import Any
 
 from .fields import DecoderFields
-from .layers import ResolvedKind
+from .layers import ResolvedKind, layer_types, sharing_layers
 from .mixture import refuse_unbuildable_mixture
-from .records import MLA
+from .records import MLA, Indexer
 
 UNBUILT: Mapping[str, str] = {
     "v_norm": "value norms",
@@ -22,8 +22,6 @@ UNBUILT: Mapping[str, str] = {
     "use_double_wide_mlp": "doubled feed-forward widths",
     "per_layer_input_dim": "per-layer input embeddings",
     "per_layer_input_vocab": "per-layer input embeddings",
-    "num_kv_shared_layers": "keys and values shared across layers",
-    "kv_shared_layers": "keys and values shared across layers",
     "num_nextn_predict_layers": "multi-token prediction depths",
     "index_share_for_mtp_iteration": "multi-token prediction depths",
     "mtp_layer_type": "multi-token prediction depths",
@@ -56,6 +54,7 @@ def refuse_unbuildable_fields(fields: Any, kinds: Mapping[str, ResolvedKind]) ->
     _refuse_senseless_sizes(fields)
     for name, kind in kinds.items():
         _refuse_senseless_kind(fields, name, kind)
+    _refuse_unbuilt_sharing(fields, kinds)
     _refuse_senseless_pairs(fields)
 
 
@@ -113,6 +112,19 @@ def _refuse_senseless_kind(fields: Any, name: str, kind: ResolvedKind) -> None:
         raise ValueError(f"kind {name!r} sets rope_scaling and yarn: a kind has one rotary ramp or none")
 
 
+def _refuse_unbuilt_sharing(fields: Any, kinds: Mapping[str, ResolvedKind]) -> None:
+    """An indexer's choice is all that layers share."""
+    types = layer_types(fields)
+    for layer in sharing_layers(fields):
+        mixer = kinds[types[layer]].mixer
+        if not isinstance(mixer, MLA) or mixer.indexer is None:
+            field = "num_kv_shared_layers" if fields.kv_shared_layers is None else "kv_shared_layers"
+            raise ValueError(
+                f"{field}={getattr(fields, field)!r}: keys and values shared across layers are not supported yet "
+                f"(layer {layer} has no indexer, whose choice may be shared); leave {field} at {_DEFAULTS[field]!r}"
+            )
+
+
 def _refuse_senseless_latent(fields: Any, name: str, kind: ResolvedKind, mixer: MLA) -> None:
     """Latent attention's own sizes, and the grouped-query fields it has no use for: those must agree with it."""
     sizes = {f: getattr(mixer, f) for f in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
@@ -127,6 +139,8 @@ def _refuse_senseless_latent(fields: Any, name: str, kind: ResolvedKind, mixer: 
         )
     if not 0 <= mixer.latent_norm_eps < float("inf"):
         raise ValueError(f"latent_norm_eps={mixer.latent_norm_eps!r} of kind {name!r}: it is a finite number")
+    if mixer.indexer is not None:
+        _refuse_senseless_indexer(name, mixer, mixer.indexer)
     if kind.head_dim != mixer.head_dim:
         raise ValueError(
             f"head_dim={kind.head_dim} of kind {name!r}: a head of this MLA has qk_nope_head_dim + qk_rope_head_dim, "
@@ -145,6 +159,19 @@ def _refuse_senseless_latent(fields: Any, name: str, kind: ResolvedKind, mixer: 
     for field, why in unused.items():
         if getattr(fields, field):
             raise ValueError(f"{field}=True with the MLA of kind {name!r}: {why}; set {field}=False")
+
+
+def _refuse_senseless_indexer(name: str, mixer: MLA, indexer: Indexer) -> None:
+    for field in ("index_n_heads", "index_topk"):
+        if getattr(indexer, field) < 1:
+            raise ValueError(f"{field}={getattr(indexer, field)} of kind {name!r}: an indexer has at least one")
+    if indexer.index_head_dim < mixer.qk_rope_head_dim:
+        raise ValueError(
+            f"index_head_dim={indexer.index_head_dim} of kind {name!r}: its first qk_rope_head_dim="
+            f"{mixer.qk_rope_head_dim} features turn"
+        )
+    if not 0 <= indexer.index_norm_eps < float("inf"):
+        raise ValueError(f"index_norm_eps={indexer.index_norm_eps!r} of kind {name!r}: it is a finite number")
 
 
 def _refuse_senseless_pairs(fields: Any) -> None:

@@ -24,8 +24,8 @@ INTERMEDIATES = "intermediates"
 STREAMS = ("activation_batch", "activation_length", None, "activation_embed")
 """Logical axes of hyper-connections' [B, S, hc_mult, D] residual streams."""
 
-WRITTEN = ("cache", "router", "qk")
-"""The collections a decoder block writes: its decode cache, and what its router and its attention sow."""
+WRITTEN = ("cache", "router", "qk", "indexer")
+"""The collections a decoder block writes: its decode cache, and what its router, its attention and its indexer sow."""
 
 Block = Callable[[int, str], nn.Module]
 """Layer `index`'s block under a module name: `(index, name) -> DecoderBlock`."""
@@ -72,8 +72,8 @@ def run_stack(
     A run of one layer is `layers[first]`, called as the plain loop calls it. A longer run is one block, named
     for its range, under flax's scan: every variable of it carries a leading layer axis, each iteration reads
     its own row of the weights and of `per_layer_input` (arrays of [B, S, L, …]), and random streams are split by layer.
-    Owning layers inside a scan get no `kv_store`, since a dict cannot leave the loop; a provider is always a
-    run of one.
+    Sharing layers inside a scan read the `kv_store` that was filled before the run, a constant of the loop. Owning
+    ones get none, since a dict cannot leave the loop; a provider is always a run of one.
     """
     shared = {"train": train, "decode": decode, "positions": positions, "segment_ids": segment_ids}
     shared["attention_metadata"] = attention_metadata

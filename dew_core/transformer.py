@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 
 from . import layers as plans
 from .attention import AttentionMetadata
-from .block import DecoderBlock
+from .block import DecoderBlock, LayerInputs
 from .head import HeadKernel, TokenTable, head_logits
 from .kv_cache import refuse_unbuildable_cache
 from .layers import LayerPlan, ResolvedKind, group_name, layer_plan
@@ -23,6 +23,7 @@ from .mlp import GatedMLP
 from .moe import SparseMLP
 from .norms import RMSNorm
 from .records import (
+    MLA,
     AltUp,
     AttentionResiduals,
     BlockWiring,
@@ -180,13 +181,14 @@ class CausalTransformer(nn.Module):
 
     @property
     def sharing_layers(self) -> tuple[int, ...]:
-        """The layers that read another layer's keys and values: none, sharing is refused."""
-        return ()
+        """The layers that read another layer's stash, in order (`layers.sharing_layers`)."""
+        return plans.sharing_layers(self)
 
     @property
     def kv_sharing(self) -> dict[int, int]:
-        """Sharing layer index to the provider it reads: empty, sharing is refused."""
-        return {}
+        """Sharing layer index to the provider it reads, both of one layer type (`layers.kv_sharing`). A sharing layer
+        has no indexer and repeats the provider's choice of keys."""
+        return plans.kv_sharing(self)
 
     @property
     def bank_sites(self) -> tuple[DecoderBank, ...]:
@@ -388,6 +390,7 @@ class CausalTransformer(nn.Module):
         rotary_positions: Any = None,
         routed_experts: Any = None,
         routed: Any = None,
+        selected_keys: Any = None,
     ) -> jax.Array:
         """The final normed states [B, S, D] of tokens [B, S], divided by `logits_scaling` (in fp32) when it
         is set.
@@ -400,7 +403,8 @@ class CausalTransformer(nn.Module):
         embedding_positions [B, N]. attention_pairwise_mask [B, Q, K] bool: explicit visibility in place of
         the causal rule; attention_key_positions [B, K]: the keys' coordinates, for local layers. routed_experts
         [B, S, layers, top_k]: recorded expert ids the sparse layers' routers repeat, indexed by decoder layer, and
-        routed [B, S] bool the tokens the record covers, None for all (`Routes.of_layers`).
+        routed [B, S] bool the tokens the record covers, None for all (`Routes.of_layers`). selected_keys
+        [B, S, layers, T] bool: recorded choices of keys (of the cache's slots when decoding) in place of the indexers'.
 
         Raises ValueError for half a pair of arguments, for decoding with causal=False, and by name for the
         arguments of machinery this decoder does not build.
@@ -415,6 +419,8 @@ class CausalTransformer(nn.Module):
         if (input_embeddings is None) != (embedding_positions is None):
             raise ValueError("input_embeddings and embedding_positions go together: pass both or neither")
         routes = self._routes(routed_experts, routed, tokens.shape)
+        selected = self._selected(selected_keys, tokens.shape)
+        inputs = None if routes is None and selected is None else LayerInputs(routes, selected)
         if decode and not self.causal:
             raise ValueError("decode=True needs causal=True: a decoder that attends both ways has no cache")
         x = self.scaled_embeddings(self.token_embeddings(tokens))
@@ -433,7 +439,7 @@ class CausalTransformer(nn.Module):
             decode=decode,
             positions=positions,
             segment_ids=segment_ids,
-            per_layer_input=routes,
+            per_layer_input=inputs,
             attention_metadata=metadata,
         )
         x = self.norm(x)
@@ -453,6 +459,17 @@ class CausalTransformer(nn.Module):
             raise ValueError(f"routed_experts records {routes.experts.shape[:2]} tokens, the tokens are {shape}")
         return routes
 
+    def _selected(self, keys: Any, shape: tuple[int, ...]) -> jax.Array | None:
+        if keys is None:
+            return None
+        kinds = self.plan.kinds.values()
+        if any(not isinstance(kind.mixer, MLA) or kind.mixer.indexer is None for kind in kinds):
+            raise ValueError("selected_keys needs an indexer in every kind of layer: this decoder chooses no keys")
+        keys = jnp.asarray(keys, jnp.bool_)
+        if keys.ndim != 4 or keys.shape[:3] != (*shape, self.num_layers):
+            raise ValueError(f"selected_keys has shape {keys.shape}; it is [B, S, layers, T] of tokens {shape}")
+        return keys
+
     def stack(self, x: jax.Array, **call: Any) -> jax.Array:
         """The layer stack over x [B, S, D]: the plain loop or the scanned runs, whichever way the store lies.
 
@@ -465,7 +482,8 @@ class CausalTransformer(nn.Module):
 
         def run(model: CausalTransformer, x: jax.Array) -> jax.Array:
             blocks = {block.name: block for block in model.runs}
-            return run_stack(model.layers, lambda _, name: blocks[name], specs, loop, x, kv_store=None, **call)
+            store: dict | None = {} if any(spec.kv_shared for spec in specs) else None
+            return run_stack(model.layers, lambda _, name: blocks[name], specs, loop, x, kv_store=store, **call)
 
         banked = self.banked_collections()
         if scanned:
