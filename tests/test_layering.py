@@ -103,6 +103,7 @@ def test_a_family_imports_no_other_family(path: Path) -> None:
         "family",
         "fields",
         "generation_keys",
+        "indexers",
         "mixtures",
         "registry",
         "rope",
