@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..dew_core.fields import DecoderFields
-from ..dew_core.layers import layer_plan
+from ..dew_core.refusals import unbuildable
 from ..families.errors import ConversionError, Finding
 from ..families.fields import MOST, MOST_LAYERS, is_finite, shown
 from ..families.registry import find
@@ -116,10 +116,9 @@ def _decoder(found: _Fields, value: Mapping[str, Any]) -> None:
     if fields.num_layers > MOST_LAYERS:
         found.say("decoder.num_layers", shown(fields.num_layers), f"at most {MOST_LAYERS} layers")
         return
-    try:
-        layer_plan(fields)
-    except ValueError as error:
-        found.say("decoder", str(error), "fields that describe layers")
+    why = unbuildable(fields)
+    if why is not None:
+        found.say("decoder", why, "fields that a decoder can be built of")
 
 
 def _conforms(value: Any, hint: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import fields as record_fields
 from typing import Any
 
 from .fields import DecoderFields
-from .layers import ResolvedKind, layer_types, sharing_layers
+from .layers import ResolvedKind, layer_plan, layer_types, sharing_layers
 from .mixture import refuse_unbuildable_mixture
 from .records import MLA, Indexer
 
@@ -36,6 +36,18 @@ UNBUILT: Mapping[str, str] = {
 """The fields whose machinery this decoder does not build, each with what it would need."""
 
 _DEFAULTS = {f.name: f.default for f in record_fields(DecoderFields)}
+
+
+def unbuildable(fields: Any) -> str | None:
+    """Why no decoder can be built of `fields` (a `DecoderFields`), None when one can: what the decoder itself would
+    raise, said before anything is read or written."""
+    try:
+        kinds = layer_plan(fields).kinds
+        refuse_unbuildable_fields(fields, kinds)
+        refuse_unbuildable_mup(fields, kinds)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def refuse_unbuildable_fields(fields: Any, kinds: Mapping[str, ResolvedKind]) -> None:

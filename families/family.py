@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..dew_core.fields import DecoderFields
+from ..dew_core.refusals import unbuildable
 from .errors import Finding, FindingsError
 from .fields import Line, Reading, read_lines, write_lines
 from .rules import Carried, Statement
@@ -124,7 +125,13 @@ class Family:
             outer = read_lines(self.wrapper.fields, spelled.wrapper)
             findings += outer.findings
             notices += outer.notices
-        return Reading(reading.values, tuple(findings), tuple(notices), reading.complete and not spelled.conflicts)
+        complete = reading.complete and not spelled.conflicts
+        if complete and not findings:
+            why = unbuildable(DecoderFields(**reading.values))
+            if why is not None:
+                complete = False
+                findings.append(Finding("the decoder", why, "one that can be built", "correct config.json"))
+        return Reading(reading.values, tuple(findings), tuple(notices), complete)
 
     def write(self, fields: DecoderFields) -> dict[str, Any]:
         """A text-only config.json for decoder fields, in canonical spelling: what a model that never had one gets."""

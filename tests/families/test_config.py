@@ -301,3 +301,12 @@ def test_a_changed_field_is_written_in_the_configs_spelling():
 def test_unusual_values_come_back_as_they_were():
     config = qwen(max_position_embeddings=1048576, rms_norm_eps=1e-06, eos_token_id=[1, 106], pad_token_id=None)
     assert json.dumps(QWEN3.rewrite(config, QWEN3.read(config)[0])) == json.dumps(config)
+
+
+def test_a_config_no_decoder_can_be_built_of_is_refused():
+    """Before any weight is looked at: an import that only `load` would refuse has cost a copy."""
+    family = find("qwen3")
+    config = dict(family.variants["untied"].config) | {"head_dim": 75}
+    findings = family.examine(config).findings
+    assert [finding.what for finding in findings] == ["the decoder"]
+    assert "rotary positions need an even number" in findings[0].found
