@@ -18,6 +18,7 @@ from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, FindingsError
 from ..families.rules import Statement, assign_leaves, leaf_shapes
 from .bounds import rounding_bound
+from .choices import Choices
 from .decoders import JaxDecoder, from_leaves, leaf_differences
 from .probes import Probe, make_probe
 from .references import Forward, TorchReference, load_reference
@@ -48,9 +49,9 @@ class ReferenceRun:
         """The family's own statements for this checkpoint, in the rules' spelling (`model.…`)."""
         return tuple(self.plan.family.weights(self.plan.fields))
 
-    def routes(self, fields: DecoderFields) -> np.ndarray | None:
-        """The experts [B, S, layers, k] that a candidate with `fields` takes: the reference's below float32
-        (docs/parity.md), its own (None) in float32 and when it cannot take those."""
+    def routes(self, fields: DecoderFields) -> Choices | None:
+        """The experts and keys that a candidate with `fields` takes: the reference's below float32 (docs/parity.md), its
+        own (None) in float32 and when it cannot take those."""
         return None if self.dtype == "float32" else self.forward.routes_for(fields)
 
     @property

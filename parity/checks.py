@@ -11,10 +11,13 @@ import numpy as np
 
 from ..dew_core.layers import layer_plan
 from ..families.rules import Placement, assign_leaves
+from . import selection as keys
 from .bounds import amplified_bound, rounding_bound
+from .choices import Choices, stacked_keys, stacked_routes
 from .decoders import JaxDecoder
 from .probes import Arranged, Probe, packed, padded
-from .references import Forward, TorchReference, stacked_routes
+from .references import Forward, TorchReference, chooses_keys
+from .replay import choosing
 from .results import CheckResult, LayerError
 from .routing import CLEAR, margins, same_choice, score_bound, tie_bound
 
@@ -50,21 +53,23 @@ class Comparison:
 
     @property
     def repeats(self) -> bool:
-        """Whether both sides take the experts the reference chose: below float32, where a choice within rounding of
-        another makes the numbers after it another text's (docs/parity.md). `routing` judges the choices."""
+        """Whether both sides take the experts and keys the reference chose: below float32, where a choice within
+        rounding of another makes the numbers after it another text's (docs/parity.md). `routing` and `selection` judge
+        the choices."""
         return self.routes is not None
 
     @cached_property
-    def routes(self) -> np.ndarray | None:
-        """The experts [B, S, layers, k] both sides take for the probe, None when each chooses for itself."""
-        # Asked before any check: a decoder without experts, and float32, need no forward to answer.
-        if self.dtype == "float32" or self.jax.fields.mixture is None:
+    def routes(self) -> Choices | None:
+        """The experts and keys both sides take for the probe, None when each chooses for itself."""
+        # Asked before any check: a decoder that chooses nothing, and float32, need no forward to answer.
+        fields = self.jax.fields
+        if self.dtype == "float32" or (fields.mixture is None and not chooses_keys(fields)):
             return None
         return self.reference.routes_for(self.jax.fields)
 
     @cached_property
     def ours(self) -> Forward:
-        """JAX's, in the layout `load` gives; `routed` has what its routers would have chosen."""
+        """JAX's, in the layout `load` gives; `routed` and `selected` have what it would have chosen."""
         return self.jax.forward(self.probe.tokens, streams=True, routes=self.routes)
 
     @property
@@ -86,7 +91,7 @@ class Comparison:
     def wide_forward(self) -> Forward:
         """Its logits and streams of the probe, given the choices of the narrower one: another expert's output is no
         rounding."""
-        return self.wide.forward(self.probe.tokens, streams=True, routes=self.reference.routes)
+        return self.wide.forward(self.probe.tokens, streams=True, routes=self.reference.choices)
 
     def logits_bound(self, error: float) -> tuple[float, str]:
         """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
@@ -277,6 +282,62 @@ def routing(c: Comparison) -> CheckResult:
     return CheckResult("routing", c.dtype, worst is None, figures, None, None, worst, note)
 
 
+def selection(c: Comparison) -> CheckResult:
+    """The keys every token attends in every layer with an indexer, against torch's: `routing`, of keys.
+
+    In float32 all must be the same, save where torch's own scores tie to the last bit at the cut: which of two equal
+    keys `torch.topk` takes is undefined. In a lower dtype a token may attend others where torch's own choice lies
+    within rounding of another; the dtype's numbers are those of repeated choices.
+    """
+    theirs = c.reference.selected
+    if not theirs and not c.ours.selected:
+        return CheckResult("selection", c.dtype, None, note="no layer chooses keys")
+    if theirs.keys() != c.ours.selected.keys():
+        note = f"torch chooses keys in layers {sorted(theirs)}, jax in {sorted(c.ours.selected)}"
+        return CheckResult("selection", c.dtype, False, note=note)
+    total, same, unclear, cut = 0, 0, 0, 0
+    narrowest, worst, furthest = float("inf"), None, 0.0
+    for layer, reference in sorted(theirs.items()):
+        ours = c.ours.selected[layer]
+        agree = keys.same_keys(ours, reference)
+        unit = keys.score_bound(reference, c.dtype, layer + 1)
+        if ours.scores.shape == reference.scores.shape:
+            apart = np.abs(ours.scores - reference.scores)[reference.seen]
+            furthest = max(furthest, float(apart.max(initial=0.0)) / max(unit, 1e-30))
+        if c.dtype != "float32" and not agree.all():
+            unit = keys.tie_bound(reference, c.wide_forward.selected[layer], c.dtype, layer + 1)
+        gaps = keys.margins(reference)
+        clear = gaps / max(unit, 1e-30)
+        total, same, cut = total + agree.size, same + int(agree.sum()), cut + int(np.isfinite(gaps).sum())
+        unclear += int((clear <= CLEAR).sum())
+        narrowest = min(narrowest, float(clear.min()))
+        wrong = ~agree & (gaps > 0 if c.dtype == "float32" else clear > CLEAR)
+        if worst is None and wrong.any():
+            row, position = (int(i) for i in np.argwhere(wrong)[0])
+            worst = {
+                "layer": layer,
+                "row": row,
+                "position": position,
+                "torch": np.flatnonzero(reference.keys[row, position]).tolist(),
+                "jax": np.flatnonzero(ours.keys[row, position]).tolist() if agree.shape == ours.keys.shape[:2] else [],
+                "margin": float(clear[row, position]),
+            }
+    figures: dict[str, float | int | str] = {
+        "choices": total,
+        "choices_that_leave_keys_out": cut,
+        "same": same,
+        "agreement": same / total,
+        "score_error": furthest,
+        "near_ties": unclear,
+    }
+    if np.isfinite(narrowest):
+        figures["smallest_margin"] = narrowest
+    taken = "would attend" if c.repeats else "attended"
+    note = f"{same} of {total} tokens {taken} the same keys in both, {cut} of them not all they see"
+    note += "" if same == total or worst is not None else "; the others' choices tie within the bound"
+    return CheckResult("selection", c.dtype, worst is None, figures, None, None, worst, note)
+
+
 def decode(c: Comparison) -> CheckResult:
     """Logits through the cache, a token a step, against JAX's own full forward and against torch's cache."""
     prefill = max(1, c.probe.length - DECODE_STEPS)
@@ -339,16 +400,18 @@ def _departure(
 
 def greedy(c: Comparison) -> CheckResult:
     """Greedy continuations token for token. Where torch's two logits lie within twice the bound of each other either
-    token is right, and what follows in that row is another text: the comparison of the row ends there. Where experts
+    token is right, and what follows in that row is another text: the comparison of the row ends there. Where choices
     are repeated, they are those of torch's continuation."""
     prompt = c.probe.tokens[:, : min(GREEDY_PROMPT, max(1, c.probe.length // 2))]
-    with c.torch.watching_routers() as routed:
+    with c.torch.watching_routers() as routed, choosing(c.torch.indexers, None) as selected:
         theirs, scores = c.torch.greedy(prompt, GREEDY_TOKENS)
     chosen = {
         layer: np.concatenate([one.experts.reshape(len(prompt), -1, one.experts.shape[-1]) for one in steps], axis=1)
         for layer, steps in routed.items()
     }
-    routes = stacked_routes(chosen, c.torch.layers) if c.repeats else None
+    taken = {layer: [one.keys for one in steps] for layer, steps in selected.items()}
+    routes = Choices(stacked_routes(chosen, c.torch.layers), stacked_keys(taken, c.torch.layers))
+    routes = routes if c.repeats else None
     ours, _ = c.jax.greedy(prompt, GREEDY_TOKENS, c.slots, routes)
     equal, ties, worst = 0, 0, None
     for row in range(len(prompt)):

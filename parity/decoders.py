@@ -23,12 +23,15 @@ from flax.core import FrozenDict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..dew_core.fields import DecoderFields
+from ..dew_core.indexer import INDEXER_COLLECTION
 from ..dew_core.layers import group_layers, group_name, layer_plan
 from ..dew_core.router import ROUTER
 from ..dew_core.stack import INTERMEDIATES, layer_output, layer_outputs
 from ..dew_core.transformer import CausalTransformer
+from .choices import Choices
 from .fixtures import CORRECTION
 from .references import WIDER, Forward, Routed
+from .selection import Selected
 
 PRECISION = "highest"
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -52,15 +55,14 @@ def _scaled(model: CausalTransformer, tokens: jax.Array) -> jax.Array:
 def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool) -> Any:
     def run(variables: Any, tokens: jax.Array, positions: Any, mask: Any, segments: Any, routes: Any) -> Any:
         call = {"positions": positions, "attention_mask": mask, "segment_ids": segments} if padded else {}
-        call["routed_experts"] = routes
+        call |= routes
         if not streams:
-            return model.apply(variables, tokens, **call), (), {}
-        logits, sown = model.apply(
-            variables, tokens, **call, capture_intermediates=layer_outputs, mutable=[INTERMEDIATES, ROUTER]
-        )
+            return model.apply(variables, tokens, **call), (), {}, {}
+        written = [INTERMEDIATES, ROUTER, INDEXER_COLLECTION]
+        logits, sown = model.apply(variables, tokens, **call, capture_intermediates=layer_outputs, mutable=written)
         entering = model.apply(variables, tokens, method=_scaled)
         outputs = (layer_output(sown[INTERMEDIATES], index) for index in range(model.num_layers))
-        return logits, (entering, *outputs), sown.get(ROUTER, {})
+        return logits, (entering, *outputs), sown.get(ROUTER, {}), sown.get(INDEXER_COLLECTION, {})
 
     return jax.jit(run, compiler_options=QUICK if quick else None)
 
@@ -68,9 +70,7 @@ def _forward(model: CausalTransformer, streams: bool, padded: bool, quick: bool)
 @lru_cache(maxsize=64)
 def _step(model: CausalTransformer, quick: bool) -> Any:
     def run(variables: Any, cache: Any, tokens: jax.Array, routes: Any) -> Any:
-        logits, out = model.apply(
-            {**variables, "cache": cache}, tokens, decode=True, routed_experts=routes, mutable=["cache"]
-        )
+        logits, out = model.apply({**variables, "cache": cache}, tokens, decode=True, **routes, mutable=["cache"])
         return logits, out["cache"]
 
     return jax.jit(run, compiler_options=QUICK if quick else None)
@@ -119,12 +119,12 @@ class JaxDecoder:
         mask: np.ndarray | None = None,
         segments: np.ndarray | None = None,
         streams: bool = False,
-        routes: np.ndarray | None = None,
+        routes: Choices | np.ndarray | None = None,
     ) -> Forward:
         """Logits, and with `streams` the residual stream, of tokens [B, S].
 
-        Positions, mask and segments [B, S] go together: all or none. routes [B, S, layers, k]: experts to take in
-        place of the routers' own choices, which are what the forward tells either way.
+        Positions, mask and segments [B, S] go together: all or none. routes: what to take in place of the routers'
+        and indexers' own choices (experts [B, S, layers, k] alone, or both). The forward tells their own either way.
         """
         padded = positions is not None
         ids = np.asarray(tokens, np.int32)
@@ -134,8 +134,8 @@ class JaxDecoder:
             own = np.zeros(ids.shape, np.int32) if segments is None else segments
             extra = (np.asarray(positions, np.int32), real, np.asarray(own, np.int32))
         with jax.default_matmul_precision(PRECISION):
-            logits, seen, router = _forward(self.model, streams, padded, self.quick)(
-                self.variables, ids, *extra, routes
+            logits, seen, router, indexer = _forward(self.model, streams, padded, self.quick)(
+                self.variables, ids, *extra, Choices.of(routes).call()
             )
         sown = layer_leaves(self.fields, router)
         chosen = {
@@ -144,10 +144,16 @@ class JaxDecoder:
             for path in sown
             if path.startswith(f"layers_{layer}/") and path.endswith("/choice")
         }
-        return Forward(_float32(logits), tuple(map(_float32, seen)), chosen)
+        kept = layer_leaves(self.fields, indexer)
+        selected = {
+            layer: Selected(kept[f"{stem}/selected"], kept[f"{stem}/scores"])
+            for layer in range(self.fields.num_layers)
+            if f"{(stem := f'layers_{layer}/self_attn/indexer')}/selected" in kept
+        }
+        return Forward(_float32(logits), tuple(map(_float32, seen)), chosen, selected)
 
     def cached(
-        self, tokens: np.ndarray, prefill: int = 1, room: int = 0, routes: np.ndarray | None = None
+        self, tokens: np.ndarray, prefill: int = 1, room: int = 0, routes: Choices | np.ndarray | None = None
     ) -> np.ndarray:
         """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
 
@@ -155,32 +161,36 @@ class JaxDecoder:
         """
         ids = np.asarray(tokens, np.int32)
         length = ids.shape[1]
-        step, cache = self._decoding(ids.shape[0], max(length, room))
+        slots, given = max(length, room), Choices.of(routes)
+        step, cache = self._decoding(ids.shape[0], slots)
         pieces = [(0, prefill), *((i, i + 1) for i in range(prefill, length))]
         parts = []
         with jax.default_matmul_precision(PRECISION):
             for start, stop in pieces:
-                logits, cache = step(self.variables, cache, ids[:, start:stop], _columns(routes, start, stop))
+                logits, cache = step(
+                    self.variables, cache, ids[:, start:stop], given.columns(start, stop, slots).call()
+                )
                 parts.append(_float32(logits))
         return np.concatenate(parts, axis=1)
 
     def greedy(
-        self, prompt: np.ndarray, count: int, room: int = 0, routes: np.ndarray | None = None
+        self, prompt: np.ndarray, count: int, room: int = 0, routes: Choices | np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """`count` greedy tokens [B, count] after prompt [B, S], and the logits [B, count, vocab] they came from.
 
-        The prompt goes through the cache a token a step too. room: slots of the cache. routes
-        [B, S + count - 1, layers, k]: experts to take, of a continuation that began with the same tokens.
+        The prompt goes through the cache a token a step too. room: slots of the cache. routes: what to
+        take, of the S + count - 1 tokens of a continuation that began with the same ones.
         """
         prompt = np.asarray(prompt, np.int32)
         length = prompt.shape[1]
-        step, cache = self._decoding(prompt.shape[0], max(length + count, room))
+        slots, given = max(length + count, room), Choices.of(routes)
+        step, cache = self._decoding(prompt.shape[0], slots)
         chosen: list[np.ndarray] = []
         seen: list[np.ndarray] = []
         with jax.default_matmul_precision(PRECISION):
             for index in range(length + count - 1):
                 ids = prompt[:, index] if index < length else chosen[-1]
-                logits, cache = step(self.variables, cache, ids[:, None], _columns(routes, index, index + 1))
+                logits, cache = step(self.variables, cache, ids[:, None], given.columns(index, index + 1, slots).call())
                 if index >= length - 1:
                     seen.append(_float32(logits)[:, 0])
                     chosen.append(seen[-1].argmax(-1).astype(np.int32))
@@ -281,10 +291,6 @@ def leaf_differences(fields: DecoderFields, shapes: Mapping[str, tuple[int, ...]
             yield f"{path}: a rule fills it {tuple(shapes[path])}, the decoder has no such parameter"
         elif tuple(shapes[path]) != own[path]:
             yield f"{path}: the rules make it {tuple(shapes[path])}, the decoder has {own[path]}"
-
-
-def _columns(routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-    return None if routes is None else routes[:, start:stop]
 
 
 def _float32(array: Any) -> np.ndarray:

@@ -23,6 +23,7 @@ from ..families.errors import ConversionError
 from ..families.family import Family, Spelling
 from ..families.rules import settle
 from .candidate import ReferenceRun, build_candidate, reference_run
+from .choices import Choices
 from .decoders import PRECISION, JaxDecoder
 from .edits import merged
 from .faults import CATALOGUE
@@ -257,8 +258,8 @@ class Stand:
         return float(error.max()) / self.reference.logits_bound if np.isfinite(error).all() else float("inf")
 
 
-def logits(decoder: JaxDecoder, tokens: np.ndarray, compiled: bool, routes: np.ndarray | None = None) -> np.ndarray:
-    """The decoder's logits of tokens [B, S], with routes [B, S, layers, k] taking those experts.
+def logits(decoder: JaxDecoder, tokens: np.ndarray, compiled: bool, routes: Choices | None = None) -> np.ndarray:
+    """The decoder's logits of tokens [B, S], with routes taking the experts and keys they record.
 
     compiled: for decoders of the same fields, which share the program. Others run operation by operation: each is
     run once, and compiling it would take ten times as long as running it.
@@ -267,7 +268,7 @@ def logits(decoder: JaxDecoder, tokens: np.ndarray, compiled: bool, routes: np.n
         return decoder.forward(tokens, routes=routes).logits
     with jax.default_matmul_precision(PRECISION):
         return np.asarray(
-            decoder.model.apply(decoder.variables, jnp.asarray(tokens), routed_experts=routes), np.float32
+            decoder.model.apply(decoder.variables, jnp.asarray(tokens), **Choices.of(routes).call()), np.float32
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import layer_plan
 from ..families.errors import ConversionError
+from .choices import Choices
 
 SHORTEST = 24
 ROWS = 3
@@ -68,14 +69,9 @@ class Arranged:
     segments: np.ndarray
     places: tuple[tuple[int, int, int, int], ...]
 
-    def routes(self, routes: np.ndarray | None) -> np.ndarray | None:
-        """The probe rows' experts [B, S, layers, k] where their tokens lie now; padding takes the first k."""
-        if routes is None:
-            return None
-        moved = np.broadcast_to(np.arange(routes.shape[-1], dtype=np.int32), routes.shape).copy()
-        for source, row, start, length in self.places:
-            moved[row, start : start + length] = routes[source, :length]
-        return moved
+    def routes(self, routes: Choices | None) -> Choices | None:
+        """The probe rows' choices where their tokens lie now."""
+        return None if routes is None else routes.arranged(self.places)
 
 
 def thresholds(fields: DecoderFields) -> dict[str, int]:

@@ -15,16 +15,22 @@ import torch
 
 from ..converters.source import open_source
 from ..dew_core.fields import DecoderFields
+from ..dew_core.layers import layer_plan
+from ..dew_core.records import MLA
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
+from .choices import Choices, stacked_keys, stacked_routes
 from .fixtures import CORRECTION, architecture, model_class
-from .replay import repeating
+from .replay import choosing, repeating
+from .selection import Selected
 from .torch_experts import both_forms, in_memory
 from .torch_storage import plain_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 """The precision above each compute dtype."""
+INDEXER = ".self_attn.indexer."
+"""What the names of an indexer's tensors contain."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,13 @@ class Forward:
     """One forward of either side, float32 numpy: logits [B, S, vocab], and the residual stream [B, S, D] as it
     enters layer 0 and as it leaves each layer, before the final norm (layers + 1 arrays).
 
-    routed: layer -> what its router did, for the layers that have one.
+    routed: layer -> what its router did, for the layers that have one. selected: layer -> what its indexer did.
     """
 
     logits: np.ndarray
     streams: tuple[np.ndarray, ...] = ()
     routed: Mapping[int, Routed] = field(default_factory=dict)
+    selected: Mapping[int, Selected] = field(default_factory=dict)
 
     @property
     def routes(self) -> np.ndarray | None:
@@ -55,22 +62,27 @@ class Forward:
         None when no layer routes."""
         return stacked_routes({layer: one.experts for layer, one in self.routed.items()}, len(self.streams) - 1)
 
-    def routes_for(self, fields: DecoderFields) -> np.ndarray | None:
-        """The chosen experts where a decoder of `fields` can take them, None where it cannot."""
-        mixture, routes = fields.mixture, self.routes
-        fit = mixture is not None and routes is not None and routes.shape[2:] == (fields.num_layers, mixture.top_k)
-        return routes if fit else None
+    @property
+    def choices(self) -> Choices:
+        """All that was chosen: experts, and keys."""
+        keys = {layer: (one.keys,) for layer, one in self.selected.items()}
+        return Choices(self.routes, stacked_keys(keys, len(self.streams) - 1))
+
+    def routes_for(self, fields: DecoderFields) -> Choices | None:
+        """What was chosen as far as a decoder of `fields` can repeat it, None where it can nothing of it."""
+        mixture, made = fields.mixture, self.choices
+        experts, keys = made.experts, made.keys
+        if mixture is None or experts is None or experts.shape[2:] != (fields.num_layers, mixture.top_k):
+            experts = None
+        if keys is None or keys.shape[2] != fields.num_layers or not chooses_keys(fields):
+            keys = None
+        return None if experts is None and keys is None else Choices(experts, keys)
 
 
-def stacked_routes(experts: Mapping[int, np.ndarray], layers: int) -> np.ndarray | None:
-    """The choices [B, S, k] of sparse layers as one array [B, S, layers, k]; None for none."""
-    if not experts:
-        return None
-    first = next(iter(experts.values()))
-    routes = np.zeros((*first.shape[:2], layers, first.shape[2]), np.int32)
-    for layer, chosen in experts.items():
-        routes[:, :, layer] = chosen
-    return routes
+def chooses_keys(fields: DecoderFields) -> bool:
+    """Whether every layer of a decoder attends keys that an indexer chose."""
+    kinds = layer_plan(fields).kinds.values()
+    return all(isinstance(kind.mixer, MLA) and kind.mixer.indexer is not None for kind in kinds)
 
 
 @dataclass
@@ -125,6 +137,15 @@ class TorchReference:
             if hasattr(getattr(layer, "mlp", None), "experts")
         }
 
+    @property
+    def indexers(self) -> dict[int, Any]:
+        """The indexers of the layers that have one of their own, by layer."""
+        found = {
+            index: getattr(getattr(layer, "self_attn", None), "indexer", None)
+            for index, layer in enumerate(self.decoder.layers)
+        }
+        return {index: indexer for index, indexer in found.items() if indexer is not None}
+
     @contextmanager
     def watching_routers(self) -> Iterator[dict[int, list[Routed]]]:
         """What each sparse layer's router does in every forward inside, by layer: routers return their logits, the
@@ -156,13 +177,13 @@ class TorchReference:
         mask: np.ndarray | None = None,
         streams: bool = False,
         packed: bool = False,
-        routes: np.ndarray | None = None,
+        routes: Choices | np.ndarray | None = None,
     ) -> Forward:
         """Logits, and with `streams` the residual stream, of tokens [B, S].
 
         positions [B, S] default to 0, 1, …; mask [B, S] to all ones. packed: rows hold several documents whose
-        positions restart, which transformers reads from the positions when there is no mask. routes
-        [B, S, layers, k]: experts to take in place of the routers' own choices.
+        positions restart, which transformers reads from the positions when there is no mask. routes: what to take in
+        place of the routers' and indexers' own choices (experts [B, S, layers, k] alone, or both).
         """
         ids = torch.from_numpy(np.asarray(tokens, np.int64))
         if positions is None:
@@ -170,11 +191,13 @@ class TorchReference:
         call: dict[str, Any] = {"position_ids": torch.from_numpy(np.array(positions, np.int64)), "use_cache": False}
         if not packed:
             call["attention_mask"] = torch.from_numpy(np.ones(ids.shape) if mask is None else np.asarray(mask)).long()
+        given = Choices.of(routes)
         with (
             torch.no_grad(),
             self.watching() as seen,
             self.watching_routers() as routed,
-            repeating(self.routers, routes),
+            repeating(self.routers, given.experts),
+            choosing(self.indexers, given.keys) as selected,
         ):
             logits = self.model(ids, **call).logits
         if not streams:
@@ -187,9 +210,10 @@ class TorchReference:
             )
             for layer, (one,) in routed.items()
         }
-        return Forward(as_float32(logits), tuple(map(as_float32, seen)), rows)
+        keys = {layer: one for layer, (one,) in selected.items()}
+        return Forward(as_float32(logits), tuple(map(as_float32, seen)), rows, keys)
 
-    def cached(self, tokens: np.ndarray, prefill: int = 1, routes: np.ndarray | None = None) -> np.ndarray:
+    def cached(self, tokens: np.ndarray, prefill: int = 1, routes: Choices | np.ndarray | None = None) -> np.ndarray:
         """Logits [B, S, vocab] of tokens [B, S] through the cache: the first `prefill` at once, then one a step.
         routes as in `forward`."""
         ids = torch.from_numpy(np.asarray(tokens, np.int64))
@@ -197,8 +221,8 @@ class TorchReference:
         parts, cache = [], None
         pieces = [(0, prefill), *((i, i + 1) for i in range(prefill, length))]
         for start, stop in pieces:
-            taken = None if routes is None else routes[:, start:stop]
-            with torch.no_grad(), repeating(self.routers, taken):
+            taken = Choices.of(routes).columns(start, stop, stop)
+            with torch.no_grad(), repeating(self.routers, taken.experts), choosing(self.indexers, taken.keys):
                 out = self.model(
                     ids[:, start:stop],
                     position_ids=torch.arange(start, stop)[None].expand(batch, -1),
@@ -244,6 +268,12 @@ class TorchReference:
         loss = next_token_loss(logits, ids)
         loss.backward()
         gradients = {name: as_float32(weight.grad) for name, weight in self.weights() if weight.grad is not None}
+        # The choice of keys has no gradient, and an indexer makes nothing else.
+        gradients |= {
+            name: np.zeros(weight.shape, np.float32)
+            for name, weight in self.weights()
+            if weight.grad is None and INDEXER in name
+        }
         self.model.zero_grad(set_to_none=True)
         # A router's correction bias is a buffer, which the loss does not reach.
         gradients |= {

@@ -14,6 +14,7 @@ CHECKS = {
     "logits": "Logits",
     "layers": "Layers",
     "routing": "Routing",
+    "selection": "Selection",
     "decode": "Cached decoding",
     "padding": "Padding and packing",
     "greedy": "Greedy tokens",

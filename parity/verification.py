@@ -27,11 +27,11 @@ from . import checks as run
 from .decoders import JaxDecoder
 from .fixtures import write_checkpoint
 from .probes import SHORTEST, Probe, make_probe, prompt_probe
-from .references import load_reference
+from .references import chooses_keys, load_reference
 from .results import CheckResult, LayerError, Report
 from .round_trip import round_trip
 
-CHECKS = ("logits", "layers", "routing", "decode", "padding", "greedy", "gradients", "round_trip")
+CHECKS = ("logits", "layers", "routing", "selection", "decode", "padding", "greedy", "gradients", "round_trip")
 PACKAGES = ("dewconv", "jax", "jaxlib", "flax", "torch", "transformers", "numpy", "safetensors", "ml-dtypes")
 DTYPE_OF = {stored: name for name, stored in FLOATS.items()}
 
@@ -84,8 +84,13 @@ def verify(
             decoder = JaxDecoder(fields, variables["params"], compute, quick=family is not None)
             comparison = run.Comparison(torch_side, decoder, probe, plan.placements, plan.spelling.of)
             if comparison.repeats:
-                notices.append(f"in {compute} both sides take the experts torch chose; routing compares the choices")
-            for name in wanted if not comparison.repeats else _with_routing(wanted):
+                notices.append(
+                    f"in {compute} both sides take the experts and keys torch chose; routing and selection compare the "
+                    "choices"
+                    if chooses_keys(fields)
+                    else f"in {compute} both sides take the experts torch chose; routing compares the choices"
+                )
+            for name in wanted if not comparison.repeats else _with_choices(wanted):
                 told(f"{compute}: {name}")
                 results += _one(comparison, name, layers)
             del torch_side, variables, decoder, comparison
@@ -115,9 +120,10 @@ def _wanted(checks: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(name for name in CHECKS if name in named)
 
 
-def _with_routing(wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The checks, and `routing` with any that repeats choices: nothing else would judge them."""
-    return tuple(name for name in CHECKS if name in wanted or (name == "routing" and wanted != ("round_trip",)))
+def _with_choices(wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The checks, and `routing` and `selection` with any that repeats choices: nothing else would judge them."""
+    judges = ("routing", "selection") if wanted != ("round_trip",) else ()
+    return tuple(name for name in CHECKS if name in wanted or name in judges)
 
 
 def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]) -> list[CheckResult]:
@@ -130,6 +136,8 @@ def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]
             return [result]
         case "routing":
             return [run.routing(c)] if c.jax.fields.mixture is not None else []
+        case "selection":
+            return [run.selection(c)] if c.torch.indexers or chooses_keys(c.jax.fields) else []
         case "decode":
             return [run.decode(c)]
         case "padding":
