@@ -50,8 +50,8 @@ class ReferenceRun:
         return tuple(self.plan.family.weights(self.plan.fields))
 
     def routes(self, fields: DecoderFields) -> Choices | None:
-        """The experts and keys that a candidate with `fields` takes: the reference's below float32 (docs/parity.md), its
-        own (None) in float32 and when it cannot take those."""
+        """The experts and keys that a candidate with `fields` takes: the reference's below float32 (docs/parity.md),
+        its own (None) in float32 and when it cannot take those."""
         return None if self.dtype == "float32" else self.forward.routes_for(fields)
 
     @property

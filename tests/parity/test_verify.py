@@ -146,4 +146,14 @@ def test_every_kind_of_difference_between_sources_is_told(source, tmp_path):
         "chat_template.jinja: differs",
     ):
         assert part in told
-    assert set(CHECKS) == {"logits", "layers", "routing", "selection", "decode", "padding", "greedy", "gradients", "round_trip"}
+    assert set(CHECKS) == {
+        "logits",
+        "layers",
+        "routing",
+        "selection",
+        "decode",
+        "padding",
+        "greedy",
+        "gradients",
+        "round_trip",
+    }
