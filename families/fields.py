@@ -77,6 +77,17 @@ def layer_count(key: str, value: Any) -> int:
     return value
 
 
+MOST_EXPERTS = 10_000
+"""More experts a layer than this are a damaged config, refused like too many layers."""
+
+
+def expert_count(key: str, value: Any) -> int:
+    """A whole number from 1 to `MOST_EXPERTS`. Raises Unreadable."""
+    if count(key, value) > MOST_EXPERTS:
+        raise Unreadable(key, value, f"at most {MOST_EXPERTS} experts")
+    return value
+
+
 def number(key: str, value: Any) -> float:
     """A finite number that a float can hold; booleans are not numbers. Raises Unreadable."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):

@@ -7,7 +7,21 @@ from typing import Any
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.records import Mixture
-from .fields import Config, Line, Unreadable, count, flag, layer_count, optional, positive, value_of, via
+from .fields import (
+    MOST,
+    MOST_LAYERS,
+    Config,
+    Line,
+    Unreadable,
+    count,
+    expert_count,
+    flag,
+    layer_count,
+    optional,
+    positive,
+    value_of,
+    via,
+)
 from .rules import Carried
 
 DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -15,11 +29,13 @@ DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def whole(key: str, value: Any) -> int:
-    """A whole number, 0 included; null is 0. Raises Unreadable."""
+    """A whole number up to `MOST`, 0 included; null is 0. Raises Unreadable."""
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise Unreadable(key, value, "a whole number")
+    if value > MOST:
+        raise Unreadable(key, value, f"a whole number of at most {MOST}")
     return value
 
 
@@ -79,7 +95,7 @@ def sigmoid_experts(
     """
 
     def read(config: Config) -> Mapping[str, Any]:
-        total = value_of(config, "n_routed_experts", count, experts)
+        total = value_of(config, "n_routed_experts", expert_count, experts)
         taken = value_of(config, "num_experts_per_tok", count, chosen)
         parts = value_of(config, "n_group", count, groups)
         limit = value_of(config, "topk_group", count, kept)
@@ -143,8 +159,12 @@ def sigmoid_experts(
 
 
 def depths(config: Config) -> int:
-    """How many prediction-depth layers a config announces, none where it names no count."""
-    return max((whole(key, config[key]) for key in DEPTHS if key in config), default=0)
+    """How many prediction-depth layers a config announces, none where it names no count. Raises Unreadable."""
+    found = {key: whole(key, config[key]) for key in DEPTHS if key in config}
+    for key, value in found.items():
+        if value > MOST_LAYERS:
+            raise Unreadable(key, value, f"at most {MOST_LAYERS} layers")
+    return max(found.values(), default=0)
 
 
 def prediction_depths() -> Line:

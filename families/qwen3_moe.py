@@ -23,7 +23,7 @@ from .blocks import (
     widths,
 )
 from .family import Family, Variant
-from .fields import Config, Unreadable, count, flag, inert, layer_count, optional, same, value_of, via
+from .fields import Config, Unreadable, count, expert_count, flag, inert, layer_count, optional, same, value_of, via
 from .rope import rope
 from .rules import Statement
 
@@ -50,7 +50,7 @@ def write_window(d: DecoderFields) -> Mapping[str, Any]:
 def read_mixture(config: Config) -> Mapping[str, Any]:
     """The experts and the layers that have them: layer i is sparse when (i + 1) is a multiple of
     `decoder_sparse_step` and `mlp_only_layers` does not list it (`Qwen3MoeDecoderLayer`)."""
-    stated = {key: count(key, config[key]) for key in EXPERTS if key in config}
+    stated = {key: expert_count(key, config[key]) for key in EXPERTS if key in config}
     if len(set(stated.values())) > 1:
         raise Unreadable(EXPERTS[1], stated[EXPERTS[1]], f"{stated[EXPERTS[0]]}, as in {EXPERTS[0]}")
     total = next(iter(stated.values()), 128)
