@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..dew_core.layers import group_layers
 from ..families.errors import ConversionError
-from ..families.rules import View
 from .banks import Banks
-from .copying import Part, aligned_empty, default_threads, gather
+from .copying import default_threads
 from .decoding import Coded
 from .layout import TOP, file_name, is_part, part_leaf, split_key
+from .regions import Parameter, stacked_parameter, stored_parameter
 
 Held = np.ndarray | Coded
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """The layers of a run, each held by itself."""
-
-    layers: tuple[Held, ...]
-
-    def gather(self, name: str) -> np.ndarray:
-        row = self.layers[0]
-        view, count = View.of(*row.shape), len(self.layers)
-        parts = [Part(view.prepend(at, count), lambda held=held: held) for at, held in enumerate(self.layers)]
-        return gather((count, *row.shape), row.dtype, parts, name)
 
 
 def parameter_path(bank: str, key: str) -> str:
@@ -40,12 +26,19 @@ def parameter_path(bank: str, key: str) -> str:
 
 
 def read_banks(banks: Banks, threads: int | None = None) -> dict[str, np.ndarray]:
-    """Parameter path -> array. Arrays alias the files where nothing is decoded.
+    """Parameter path -> array. Arrays alias the files where nothing is decoded."""
+    found = bank_parameters(banks)
+    with ThreadPoolExecutor(threads or default_threads()) as pool:
+        return dict(zip(found, pool.map(Parameter.whole, found.values()), strict=True))
+
+
+def bank_parameters(banks: Banks) -> dict[str, Parameter]:
+    """Parameter path -> parameter; nothing is read yet.
 
     A run stored layer by layer because only some of its layers are quantised is one array, where decoding leaves all
     of one dtype.
     """
-    found: dict[str, Held | _Stack] = {}
+    found: dict[str, Parameter] = {}
     runs: dict[tuple[str, str], dict[int, Held]] = {}
     for bank, key in banks.stored():
         if is_part(key):
@@ -53,7 +46,7 @@ def read_banks(banks: Banks, threads: int | None = None) -> dict[str, np.ndarray
         held = held_leaf(banks, bank, key)
         below, layer = split_key(key)
         if layer is None:
-            found[parameter_path(bank, key)] = held
+            found[parameter_path(bank, key)] = stored_parameter(held)
         else:
             runs.setdefault((bank, below), {})[layer] = held
     for (bank, below), held in runs.items():
@@ -61,22 +54,10 @@ def read_banks(banks: Banks, threads: int | None = None) -> dict[str, np.ndarray
         one_kind = len({(item.dtype, item.shape) for item in ordered}) == 1
         whole = sorted(held) == list(group_layers(bank) or ())
         if one_kind and whole and any(isinstance(item, Coded) for item in ordered):
-            found[f"{bank}/{below}"] = _Stack(tuple(ordered))
+            found[f"{bank}/{below}"] = stacked_parameter(ordered)
         else:
-            found |= {f"layers_{layer}/{below}": item for layer, item in held.items()}
-
-    def array(item: tuple[str, Held | _Stack]) -> np.ndarray:
-        path, held = item
-        if isinstance(held, np.ndarray):
-            return held
-        if isinstance(held, _Stack):
-            return held.gather(path)
-        decoded = aligned_empty(held.shape, held.dtype)
-        held.write(decoded)
-        return decoded
-
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
-        return dict(zip(found, pool.map(array, found.items()), strict=True))
+            found |= {f"layers_{layer}/{below}": stored_parameter(item) for layer, item in held.items()}
+    return found
 
 
 def held_leaf(banks: Banks, bank: str, key: str) -> Held:

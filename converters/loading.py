@@ -5,8 +5,9 @@ The one module here that imports JAX, when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,19 @@ from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import group_layers
 from ..families.errors import ConversionError, Finding, FindingsError
 from .banks import check_banks, is_bank_directory, open_banks
-from .copying import default_threads, gather
+from .copying import default_threads
 from .dtypes import FLOATS, NUMPY
 from .importing import planned_parts
-from .leaves import parameter_path, read_banks
+from .layout import split_leaf
+from .leaves import bank_parameters, parameter_path
 from .plan import ImportPlan, plan_import
+from .regions import Parameter, assembled_parameter, settled
+from .shardings import Shardings, placements
 from .source import ShardMaps, open_source
 from .trees import flatten, nested
 
 if TYPE_CHECKING:
     from ..dew_core.transformer import CausalTransformer
-
-Shardings = Any
-"""What says where each parameter goes: one sharding (or, with a mesh, PartitionSpec) for all, a tree or a mapping of
-them by path, or a function of (path, shape)."""
 
 
 def load(
@@ -51,38 +51,52 @@ def load(
     layers of a run is held by layer either way. On a CPU, arrays alias the mapped file wherever it is aligned.
 
     dtype: None keeps each parameter's own; else floating parameters are cast, save vectors that would lose
-    precision by it. mesh, shardings: parameters are put there, each process reading what its devices hold; a mesh
-    alone replicates.
+    precision by it. mesh, shardings: where parameters are put (`shardings.placements` says what may be given); a mesh
+    alone replicates. Each process reads the bytes its own devices hold and no others.
 
     check: first read every file of a bank directory and compare its checksums, each process for itself.
 
     Raises ConversionError when the checkpoint cannot be read, FindingsError naming every parameter path that is not
     the decoder's own, and under `check` every tensor and file whose bytes are not those that were written.
     """
-    import jax
-
     from ..dew_core.transformer import CausalTransformer
 
     if dtype is not None and dtype not in FLOATS:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
-    fields, leaves = read_parameters(path, revision, token, cache_dir, offline, check)
-    model = CausalTransformer(**fields.replace(scan_layers=scan_layers).kwargs())
+    decoder, found = open_parameters(path, revision, token, cache_dir, offline, check)
+    model = CausalTransformer(**decoder.replace(scan_layers=scan_layers).kwargs())
     if not scan_layers:
-        leaves = dict(_by_layer(leaves))
-    check_leaves(model, {name: array.shape for name, array in leaves.items()}, str(path))
-    place = _placement(mesh, shardings)
-    params = {}
-    for name, array in leaves.items():
-        sharding = place(name, array.shape)
-        if sharding is None:
-            value = jax.device_put(array)
-        elif sharding.is_fully_addressable and len(sharding.device_set) == 1:
-            value = jax.device_put(array, sharding)
-        else:
-            value = jax.make_array_from_callback(array.shape, sharding, lambda at, array=array: array[at])
-        target = _cast(name, array, dtype)
-        params[name] = value if target is None else value.astype(target)
+        found = dict(_by_layer(found))
+    check_leaves(model, {name: item.shape for name, item in found.items()}, str(path))
+    places = placements(mesh, shardings, {name: item.shape for name, item in found.items()})
+
+    def one(name: str) -> Any:
+        return _put(found[name], places[name], _cast(name, found[name], dtype))
+
+    with ThreadPoolExecutor(default_threads()) as pool:
+        params = dict(zip(found, pool.map(one, found), strict=True))
     return model, {"params": nested(params)}
+
+
+def _put(parameter: Parameter, sharding: Any, target: np.dtype | None) -> Any:
+    """A parameter as an array of JAX's, each region read once however many devices of this process hold it."""
+    import jax
+
+    if sharding is None:
+        value = jax.device_put(parameter.whole())
+        return value if target is None else value.astype(target)
+    regions: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    pieces = []
+    for device, index in sharding.addressable_devices_indices_map(parameter.shape).items():
+        region = settled(index, parameter.shape)
+        key = tuple((item.start, item.stop) for item in region)
+        if key not in regions:
+            regions[key] = parameter.read(region)
+        here = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        piece = jax.device_put(regions[key], here)
+        # Cast by one device alone: a computation of all processes would have to be begun by all in one order.
+        pieces.append(piece if target is None else piece.astype(target))
+    return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
 
 
 def read_parameters(
@@ -95,54 +109,61 @@ def read_parameters(
 ) -> tuple[DecoderFields, dict[str, np.ndarray]]:
     """(decoder fields, parameter path -> array) of banks or of a checkpoint, banked; arrays alias files where they
     can. Codes are decoded to their logical dtype. check: as `load` has it. Imports no JAX."""
+    decoder, found = open_parameters(path, revision, token, cache_dir, offline, check)
+    with ThreadPoolExecutor(default_threads()) as pool:
+        return decoder, dict(zip(found, pool.map(Parameter.whole, found.values()), strict=True))
+
+
+def open_parameters(
+    path: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    check: bool = False,
+) -> tuple[DecoderFields, dict[str, Parameter]]:
+    """As `read_parameters`, with parameters that are not read yet."""
     if is_bank_directory(Path(path).expanduser()):
         banks = open_banks(path, private=True)
         if check and (damaged := check_banks(banks)):
             raise FindingsError(str(path), damaged)
-        return banks.manifest.fields, read_banks(banks)
+        return banks.manifest.fields, bank_parameters(banks)
     if check:
         raise ConversionError(f"{path}: has no checksums to check; import it, and load the banks")
     plan = plan_import(open_source(path, revision, token, cache_dir, offline), quantized="decode")
-    return plan.fields, assemble(plan)
+    return plan.fields, planned_parameters(plan)
 
 
-def assemble(plan: ImportPlan, threads: int | None = None) -> dict[str, np.ndarray]:
-    """Parameter path -> array of what an import by `plan` would store, in memory."""
+def planned_parameters(plan: ImportPlan) -> dict[str, Parameter]:
+    """Parameter path -> parameter of what an import by `plan` would store."""
     maps = ShardMaps(plan.source, private=True)
 
-    def one(key: tuple[str, str]) -> np.ndarray:
-        bank, name = key
-        tensor = stored[key]
-        parts = planned_parts(plan, maps, plan.copies[key])
-        if len(parts) == 1 and parts[0].view.whole:
-            whole = parts[0].read()
-            if isinstance(whole, np.ndarray) and whole.dtype == NUMPY[tensor.dtype] and whole.flags.c_contiguous:
-                return whole.reshape(tensor.shape)
-        return gather(tensor.shape, NUMPY[tensor.dtype], parts, f"{bank}/{name}")
+    def one(bank: str, key: str, dtype: str, shape: tuple[int, ...]) -> Parameter:
+        copies = plan.copies[bank, key]
+        return assembled_parameter(shape, NUMPY[dtype], lambda: planned_parts(plan, maps, copies), f"{bank}/{key}")
 
-    stored = {(tensor.bank, tensor.key): tensor for tensor in plan.layout.tensors}
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
-        return {parameter_path(*key): array for key, array in zip(stored, pool.map(one, stored), strict=True)}
+    return {
+        parameter_path(item.bank, item.key): one(item.bank, item.key, item.dtype, item.shape)
+        for item in plan.layout.tensors
+    }
 
 
-def _by_layer(leaves: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    for name, array in leaves.items():
+def _by_layer(found: Mapping[str, Parameter]) -> Iterator[tuple[str, Parameter]]:
+    for name, parameter in found.items():
         bank, _, below = name.partition("/")
         layers = group_layers(bank)
         if layers is None or len(layers) == 1:
-            yield name, array
+            yield name, parameter
         else:
-            yield from ((f"layers_{layer}/{below}", array[row]) for row, layer in enumerate(layers))
+            yield from ((f"layers_{layer}/{below}", parameter.row(row)) for row, layer in enumerate(layers))
 
 
 def check_leaves(model: CausalTransformer, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raises FindingsError naming every path at which `shapes` is not the tree of `model.init`, leaf for leaf."""
-    import jax
-    import jax.numpy as jnp
-
-    tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    wanted = dict(_shapes_by_layer({path: tuple(leaf.shape) for path, leaf in flatten(tree)}))
     held = dict(_shapes_by_layer(shapes))
+    if held == _repeated_shapes(model):
+        return
+    wanted = _init_shapes(model)
     fix = "the family's rules and the decoder disagree"
     findings = []
     for path in sorted(set(wanted) | set(held)):
@@ -155,6 +176,47 @@ def check_leaves(model: CausalTransformer, shapes: Mapping[str, tuple[int, ...]]
         raise FindingsError(where, findings)
 
 
+def _init_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]]:
+    import jax
+    import jax.numpy as jnp
+
+    tree = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return dict(_shapes_by_layer({path: tuple(leaf.shape) for path, leaf in flatten(tree)}))
+
+
+def _repeated_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]] | None:
+    """The shapes of `model.init` from its first layers, as many as hold one of each spec: layers of equal specs have
+    parameters of equal shapes, and tracing all of them would take longer than loading. None when the model cannot be
+    cut there."""
+    specs = model.plan.specs
+    first = [specs.index(spec) for spec in specs]
+    count = max(first, default=0) + 1
+    if count == len(specs):
+        return None
+    lists = {f.name: getattr(model, f.name) for f in fields(DecoderFields) if hasattr(model, f.name)}
+    cut = {name: value[:count] for name, value in lists.items() if _is_list(value) and len(value) == len(specs)}
+    try:
+        small = model.clone(num_layers=count, **cut)
+        if small.plan.specs != specs[:count]:
+            return None
+        shapes = _init_shapes(small)
+    except ValueError:
+        return None
+    top = {path: shape for path, shape in shapes.items() if split_leaf(path)[0] is None}
+    layers: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, shape in shapes.items():
+        layer, below = split_leaf(path)
+        if layer is not None:
+            layers.setdefault(layer, []).append((below, shape))
+    for index, like in enumerate(first):
+        top |= {f"layers_{index}/{below}": shape for below, shape in layers.get(like, ())}
+    return top
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple | list) and not hasattr(value, "_fields")
+
+
 def _shapes_by_layer(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for path, shape in shapes.items():
         bank, _, below = path.partition("/")
@@ -165,42 +227,13 @@ def _shapes_by_layer(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[st
             yield from ((f"layers_{layer}/{below}", shape[1:]) for layer in layers)
 
 
-def _cast(path: str, array: np.ndarray, dtype: str | None) -> np.dtype | None:
+def _cast(path: str, parameter: Parameter, dtype: str | None) -> np.dtype | None:
     """What a parameter is cast to on request, None to leave it."""
     floats = {NUMPY[name] for name in FLOATS.values()}
-    if dtype is None or array.dtype not in floats or array.dtype == NUMPY[FLOATS[dtype]]:
+    if dtype is None or parameter.dtype not in floats or parameter.dtype == NUMPY[FLOATS[dtype]]:
         return None
     target = NUMPY[FLOATS[dtype]]
     layers = group_layers(path.partition("/")[0])
-    axes = array.ndim - (layers is not None and len(layers) > 1)
-    widens = np.promote_types(array.dtype, target) == target
+    axes = len(parameter.shape) - (layers is not None and len(layers) > 1)
+    widens = np.promote_types(parameter.dtype, target) == target
     return target if widens or axes >= 2 else None
-
-
-def _placement(mesh: Any, shardings: Shardings) -> Callable[[str, tuple[int, ...]], Any]:
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, PartitionSpec):
-            if mesh is None:
-                raise ConversionError("a PartitionSpec needs a mesh; give load the mesh, or NamedShardings")
-            return NamedSharding(mesh, value)
-        return value
-
-    if shardings is None:
-        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        return lambda path, shape: everywhere
-    if isinstance(shardings, Mapping):
-        tree = shardings["params"] if set(shardings) == {"params"} else shardings
-        table = dict(flatten(tree))
-
-        def look_up(path: str, shape: tuple[int, ...]) -> Any:
-            if path not in table:
-                raise ConversionError(f"parameter {path}: shardings names no sharding for it")
-            return resolved(table[path])
-
-        return look_up
-    if callable(shardings):
-        return lambda path, shape: resolved(shardings(path, shape))
-    one = resolved(shardings)
-    return lambda path, shape: one

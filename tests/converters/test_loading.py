@@ -412,3 +412,102 @@ def test_existing_banks_are_not_overwritten_unasked(wide, tmp_path):
     with pytest.raises(ConversionError, match="overlaps"):
         save(wide.banks, None, numpy_tree(wide.banks), wide.banks, overwrite=True)
     save(tmp_path / "saved", None, numpy_tree(wide.banks), wide.banks, overwrite=True)
+
+
+class TestShardings:
+    """What may be given: as flax and Orbax give it."""
+
+    def place(self, wide, **given):
+        return {path: array.sharding for path, array in leaves(load(wide.banks, **given)[1]).items()}
+
+    @pytest.fixture
+    def mesh(self):
+        return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"))
+
+    def test_a_tree_of_specs_as_flax_makes_it(self, wide, mesh):
+        model, variables = load(wide.banks)
+        abstract = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        specs = jax.tree.map(lambda leaf: PartitionSpec(*("x", "y")[: leaf.ndim]), abstract)
+        _, held = load(wide.banks, mesh=mesh, scan_layers=False, shardings=specs)
+        for path, array in leaves(held).items():
+            assert array.sharding.spec == PartitionSpec(*("x", "y")[: array.ndim]), path
+        like = jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec("x")), variables)
+        assert {s.spec for s in self.place(wide, shardings=flax.core.freeze(like)).values()} == {PartitionSpec("x")}
+
+    def test_a_prefix_holds_for_all_below_and_none_replicates(self, wide, mesh):
+        given = {"layers_0_2": {"mlp": PartitionSpec(None, "x"), "": None}, "norm": None, "lm_head/kernel": None}
+        given |= {"embed_tokens.embedding": PartitionSpec("y"), "layers_0_2/self_attn": PartitionSpec("x")}
+        given["layers_0_2"].pop("")
+        given |= {"layers_0_2/input_layernorm/scale": None, "layers_0_2/post_attention_layernorm": None}
+        found = self.place(wide, mesh=mesh, shardings=given)
+        assert found["layers_0_2/mlp/up_proj/kernel"].spec == PartitionSpec(None, "x")
+        assert found["layers_0_2/self_attn/q_norm/scale"].spec == PartitionSpec("x")
+        assert found["embed_tokens/embedding"].spec == PartitionSpec("y")
+        assert found["norm/scale"].spec == PartitionSpec()
+
+    def test_a_parameter_held_by_layer_has_its_runs_without_the_layer_axis(self, tiny, tmp_path, mesh):
+        checkpoint = tiny.qwen3(float32=("layers.2.input_layernorm.weight",), num_hidden_layers=4)
+        ordinary(tiny, checkpoint)
+        import_checkpoint(open_source(checkpoint.path), tmp_path / "banks")
+        tops = dict.fromkeys(("embed_tokens", "norm", "lm_head"))
+        given = tops | {"layers_0_3": NamedSharding(mesh, PartitionSpec("x", "y"))}
+        held = leaves(load(tmp_path / "banks", mesh=mesh, shardings=given)[1])
+        assert held["layers_2/input_layernorm/scale"].sharding.spec == PartitionSpec("y")
+        assert held["layers_0_3/mlp/up_proj/kernel"].sharding.spec == PartitionSpec("x", "y")
+
+    def test_what_does_not_fit_is_told_by_name_and_at_once(self, wide, mesh):
+        with pytest.raises(FindingsError) as caught:
+            load(wide.banks, mesh=mesh, shardings={"norm": None, "layer_0": None})
+        found = {finding.what for finding in caught.value.findings}
+        assert found >= {"parameter lm_head/kernel", "shardings entry layer_0"}
+        with pytest.raises(ConversionError, match="no_axis"):
+            load(wide.banks, mesh=mesh, shardings=PartitionSpec("no_axis"))
+        with pytest.raises(ConversionError, match="a str is given"):
+            load(wide.banks, mesh=mesh, shardings="x")
+        with pytest.raises(FindingsError, match="norm/scale"):
+            load(wide.banks, mesh=mesh, shardings=PartitionSpec("x", "y"))
+
+
+INDIVISIBLE = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec
+import dewconv
+try:
+    dewconv.load(sys.argv[1], mesh=Mesh(np.array(jax.devices()), ("x",)), shardings=PartitionSpec("x"))
+except dewconv.FindingsError as error:
+    print(*(finding.what for finding in error.findings), sep="\\n")
+"""
+
+
+def test_an_axis_that_the_devices_do_not_divide_is_told(wide):
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", INDIVISIBLE, str(wide.banks)],
+        check=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    told = done.stdout.split("\n")
+    assert "parameter layers_0_2/mlp/up_proj/kernel" in told
+    assert "parameter norm/scale" not in told
+
+
+def test_layers_of_several_specs_are_checked_against_the_decoder(tiny, tmp_path):
+    """The first layers stand for the others of their kind: a wrong shape far down is found all the same."""
+    config = tiny.gemma3_config(num_hidden_layers=14)
+    path = tiny.write(tmp_path / "source", config, tiny.weights_of(config, head=None))
+    banks = import_checkpoint(open_source(path), tmp_path / "banks", bank_layers=1)
+    load(banks.path)
+    file = tmp_path / "banks" / "layers_12.safetensors"
+    text = file.read_bytes()
+    assert text.count(b'"mlp/up_proj/kernel":{"dtype":"BF16","shape":[24,28]') == 1
+    file.write_bytes(
+        text.replace(
+            b'"mlp/up_proj/kernel":{"dtype":"BF16","shape":[24,28]',
+            b'"mlp/up_proj/kernel":{"dtype":"BF16","shape":[28,24]',
+        )
+    )
+    with pytest.raises(FindingsError, match=r"parameter layers_12/mlp/up_proj/kernel: found shape \[28, 24\]"):
+        load(banks.path)
