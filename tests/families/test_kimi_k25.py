@@ -18,6 +18,7 @@ from dewconv.converters.source import open_source
 from dewconv.families import find
 from dewconv.families.errors import FindingsError
 from dewconv.families.rules import leaf_shapes
+from dewconv.parity import verify
 from dewconv.parity.decoders import layer_leaves, leaf_differences
 from dewconv.parity.fixtures import write_checkpoint
 from dewconv.parity.gates import released_names
@@ -164,6 +165,11 @@ def test_the_text_half_alone_is_a_kimi_k2(tmp_path, packed):
     assert half.config["quantization_config"]["format"] == "pack-quantized"
     assert {name.split(".")[0] for name in half.tensors} == {"model", "lm_head"}
     assert FAMILY.read(half.config)[0] == FAMILY.read(open_source(packed).config)[0]
+    # Its record at the top level, its names without a prefix: K2-Thinking's form.
+    again = import_checkpoint(half, tmp_path / "again")
+    assert export_checkpoint(again, tmp_path / "back").exact
+    assert list(compare_sources(half, open_source(tmp_path / "back"))) == []
+    assert verify(tmp_path / "text", checks=("logits",), tokens=24, dtype="float32").passed
 
 
 def test_a_tower_that_the_config_promises_is_missed(tmp_path):
