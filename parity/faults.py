@@ -10,12 +10,20 @@ from collections.abc import Iterable
 
 from .expert_faults import EXPERT_FAULTS
 from .field_faults import FIELD_FAULTS
+from .indexer_faults import INDEXER_FAULTS
 from .kind_faults import KIND_FAULTS
 from .latent_faults import LATENT_FAULTS
 from .rule_faults import RULE_FAULTS
 from .seeding import Fault
 
-CATALOGUE: tuple[Fault, ...] = (*RULE_FAULTS, *EXPERT_FAULTS, *LATENT_FAULTS, *KIND_FAULTS, *FIELD_FAULTS)
+CATALOGUE: tuple[Fault, ...] = (
+    *RULE_FAULTS,
+    *EXPERT_FAULTS,
+    *LATENT_FAULTS,
+    *INDEXER_FAULTS,
+    *KIND_FAULTS,
+    *FIELD_FAULTS,
+)
 """Every kind of fault, the weights table's first."""
 
 EXPECTED = {

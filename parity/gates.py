@@ -58,8 +58,8 @@ def released_names(family: Family, directory: Path) -> dict[str, dict[str, tuple
     published layouts, with sizes stated there and no rule of the family used.
 
     A family's lists: `top`; `layer`, of every layer; `dense`, of a release's first `dense` layers, and `sparse`, of
-    the others, with `{e}` for every expert; `depth`, of the release's `depths` layers past the last. A release is
-    `without` some of them.
+    the others, with `{e}` for every expert; `indexer`, of those not among a release's `sharing` layers; `depth`, of the
+    release's `depths` layers past the last. A release is `without` some of them.
     """
     table = json.loads((directory / NAMES).read_text()).get(family.name)
     if table is None:
@@ -74,7 +74,8 @@ def released_names(family: Family, directory: Path) -> dict[str, dict[str, tuple
 
         tensors = {record["prefix"] + name: shape(axes) for name, axes in table["top"].items()}
         for layer in range(depths.stop):
-            parts = ("layer", "dense" if layer < record.get("dense", 0) else "sparse")
+            parts = ["layer", "dense" if layer < record.get("dense", 0) else "sparse"]
+            parts += ["indexer"] if layer not in record.get("sharing", ()) else []
             names = {name: axes for part in parts for name, axes in table.get(part, {}).items()}
             names |= table["depth"] if layer in depths else {}
             for name, axes in names.items():
