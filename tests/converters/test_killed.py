@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from slowed_command import end_after
 
 from dewconv.converters import writing
 from dewconv.converters.banks import check_banks, open_banks
@@ -17,45 +17,6 @@ from dewconv.converters.source import open_source
 from dewconv.families import ConversionError
 
 POINTS = 8
-
-SLOWED = """
-import signal, sys, time
-from dewconv.converters import safetensors_files
-from dewconv.cli import run
-
-original = safetensors_files.FileWriter.write_at
-
-def write_at(self, *arguments):
-    original(self, *arguments)
-    print("wrote", flush=True)
-    time.sleep(0.02)
-
-safetensors_files.FileWriter.write_at = write_at
-# A shell without job control starts what runs in its background with interrupts ignored, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(run(sys.argv[1:]))
-"""
-"""The command, telling of each write and waiting after it, so that a signal finds it where it is meant to."""
-
-
-def end_after(writes, how, cwd, *arguments):
-    """The command, sent the signal `how` once it has made so many writes. Returns its exit code."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOWED, *map(str, arguments), "--quiet"],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for _ in range(writes):
-        if not process.stdout.readline():
-            break
-    time.sleep(0.005)
-    process.send_signal(how)
-    _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said
-    return process.returncode
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -69,11 +30,11 @@ def test_out_is_the_old_one_whole_or_absent(tiny, tmp_path, how, verb):
     subprocess.run([sys.executable, "-m", "dewconv", *map(str, given), "old", "-q"], cwd=tmp_path, check=True)
     before = tiny.files_of(tmp_path / "old")
     for point in range(POINTS):
-        writes = 1 + point * (total // 4) // POINTS
-        code = end_after(writes, how, tmp_path, *given, "new")
+        writes = 1 + point * total // POINTS
+        code, _ = end_after(writes, how, tmp_path, *given, "new")
         assert code in (2, -how), "it was over before the signal came"
         assert not (tmp_path / "new").exists()
-        assert end_after(writes, how, tmp_path, *given, "old", "--overwrite") in (2, -how)
+        assert end_after(writes, how, tmp_path, *given, "old", "--overwrite")[0] in (2, -how)
         assert tiny.files_of(tmp_path / "old") == before
         left = [path for path in tmp_path.iterdir() if path.name not in ("source", "banks", "old")]
         # A process that is killed cannot tidy up: what it leaves is hidden, and named as unfinished.

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from slowed_command import end_after, finish, partial, start
 
 from dewconv.converters.banks import check_banks, open_banks
 from dewconv.converters.resuming import JOURNAL, Journal, leftovers, reopen_for
@@ -15,65 +16,6 @@ from dewconv.converters.source import open_source
 from dewconv.families import ConversionError
 
 POINTS = 10
-
-SLOWED = """
-import os, signal, sys, time
-from dewconv.converters import copying, resuming, safetensors_files, writing
-from dewconv.cli import run
-
-copying.SCRATCH_BYTES = writing.SCRATCH_BYTES = 512
-copying.MIN_PANEL_ROWS = 2
-writing.POINT_BYTES = 1024
-original, note = safetensors_files.FileWriter.write_at, resuming.Journal.note
-pause = float(os.environ["PAUSE"])
-
-def write_at(self, name, offset, data):
-    original(self, name, offset, data)
-    sys.stdout.write(f"wrote {self.path.name} {name} {offset} {data.nbytes}\\n")
-    sys.stdout.flush()
-    time.sleep(pause)
-
-safetensors_files.FileWriter.write_at = write_at
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(run(sys.argv[1:]))
-"""
-"""The command, in small blocks, telling of each write and waiting after it."""
-
-
-def start(cwd, *arguments, pause=0.004):
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOWED, *map(str, arguments), "--quiet"],
-        cwd=cwd,
-        env={**os.environ, "PAUSE": str(pause)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end_after(writes, how, cwd, *arguments):
-    """Ends the command once it has made so many writes; (exit code, stderr)."""
-    process = start(cwd, *arguments)
-    for _ in range(writes):
-        if not process.stdout.readline():
-            break
-    process.send_signal(how)
-    _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said
-    return process.returncode, said
-
-
-def finish(cwd, *arguments):
-    """Runs the command to its end: (what it wrote, as (file, tensor, offset, size), stderr)."""
-    process = start(cwd, *arguments, pause=0)
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    rows = [line.split() for line in out.splitlines() if line.startswith("wrote ")]
-    return [(file, tensor, int(offset), int(size)) for _, file, tensor, offset, size in rows], said
-
-
-def partial(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name.endswith(".partial"))
 
 
 @pytest.fixture
