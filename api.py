@@ -28,6 +28,7 @@ def plan_import(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     offline: bool = False,
+    stream: bool = False,
 ) -> ImportPlan:
     """What an import of `source` (a directory, a hub id, an opened source) will do; `plan.run(out)` does it.
 
@@ -35,7 +36,7 @@ def plan_import(
     Raises ConversionError, or FindingsError with everything that does not fit.
     """
     if not isinstance(source, Source):
-        source = open_source(source, revision, token, cache_dir, offline)
+        source = open_source(source, revision, token, cache_dir, offline, stream)
     return plan_source(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized)
 
 

@@ -89,6 +89,9 @@ def named(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 quiet_option = click.option("--quiet", "-q", is_flag=True, callback=without_bars, help="No progress, notes or summary.")
+stream_option = click.option(
+    "--stream", is_flag=True, help="Read a hub id's weights by ranges as they are needed; none are stored."
+)
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete.")
 
 resume_option = click.option("--resume", is_flag=True, help="Keep what is done when interrupted, and go on from it.")
@@ -107,6 +110,7 @@ resume_option = click.option("--resume", is_flag=True, help="Keep what is done w
     default="keep",
     help="Quantised weights as codes and scales, or as values (default: keep).",
 )
+@stream_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--sha256", is_flag=True, help="Record the SHA-256 of every tensor beside its xxh3.")
 @resume_option
@@ -314,6 +318,7 @@ def verify_command(
 @command("inspect")
 @click.argument("source", callback=named)
 @hub_options
+@stream_option
 @click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
 def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: Any) -> int:
     """Say what a checkpoint is: family, decoder, layer runs, rules, sizes. Reads headers alone.

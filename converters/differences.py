@@ -16,7 +16,8 @@ from .dtypes import NUMPY, as_bits, safetensors_dtype
 from .exporting import held_leaves, held_tensors
 from .layout import CARRIED, SUFFIX
 from .parts import target_parts
-from .safetensors_files import MappedFile, TensorEntry
+from .safetensors_files import TensorEntry
+from .shards import ShardFile
 from .source import Source, open_source
 
 BLOCK = 1 << 20
@@ -79,7 +80,7 @@ def open_tensors(target: str | Path, **options: Any) -> dict[str, NamedTensor]:
 
 def source_tensors(source: Source) -> dict[str, NamedTensor]:
     """A checkpoint's tensors: views of its mapped files."""
-    maps: dict[str, MappedFile] = {}
+    maps: dict[str, ShardFile] = {}
 
     def read(name: str) -> np.ndarray:
         tensor = source.tensors[name]
@@ -134,7 +135,7 @@ def bank_tensors(banks: Banks) -> dict[str, NamedTensor]:
     return tensors
 
 
-def _read(file: MappedFile, entry: TensorEntry) -> np.ndarray:
+def _read(file: ShardFile, entry: TensorEntry) -> np.ndarray:
     return file.view(entry.name) if entry.dtype in NUMPY else file.raw(entry.name)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..families.errors import ConversionError
@@ -37,17 +39,18 @@ def snapshot(
     cache_dir: Path | None = None,
     offline: bool = False,
     near: str = "",
+    weights: bool = True,
 ) -> Path:
     """The local snapshot directory of `repo` at `revision`, downloaded when the cache lacks it.
 
-    `repo` is also the name of no local directory; near is said with it, of one that may have been meant.
+    `repo` is also the name of no local directory; near is said with it, of one that may have been meant. weights:
+    False leaves the safetensors files where they are.
     The library's own environment is honoured (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN). Raises
     ConversionError with one line for each way this fails; the token appears in none.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    at = repo if revision is None else f"{repo} at revision {revision}"
-    try:
+    with told(repo, revision, offline, near):
         path = snapshot_download(
             repo,
             revision=revision,
@@ -55,8 +58,19 @@ def snapshot(
             cache_dir=cache_dir,
             local_files_only=offline,
             allow_patterns=list(ALLOW),
-            ignore_patterns=list(IGNORE),
+            ignore_patterns=list(IGNORE) if weights else [*IGNORE, "*.safetensors"],
         )
+    return Path(path)
+
+
+@contextmanager
+def told(repo: str, revision: str | None = None, offline: bool = False, near: str = "") -> Iterator[None]:
+    """What the hub's library raises, as a ConversionError of one line."""
+    from huggingface_hub import errors
+
+    at = repo if revision is None else f"{repo} at revision {revision}"
+    try:
+        yield
     except errors.GatedRepoError:
         raise ConversionError(
             f"{at}: the repository is gated; accept its terms on the hub and give a token that has access (HF_TOKEN)"
@@ -66,15 +80,15 @@ def snapshot(
     except errors.LocalEntryNotFoundError as error:
         raise ConversionError(_not_cached(at, error, offline) + near) from None
     except errors.HfHubHTTPError as error:
-        raise ConversionError(_refused(at, error.response.status_code) + near) from None
+        raise ConversionError(said_of(at, error.response.status_code) + near) from None
     except errors.HFValidationError:
         raise ConversionError(f"{repo}: neither an existing directory nor a valid hub id") from None
     except OSError as error:
         raise ConversionError(f"{at}: the download failed ({type(error).__name__}); try again") from None
-    return Path(path)
 
 
-def _refused(at: str, status: int) -> str:
+def said_of(at: str, status: int) -> str:
+    """What an answer of the hub that is none means to a user."""
     if status in (401, 404):
         return (
             f"{at}: no such directory, and the hub knows no such repository, or it is private ({status}); "
@@ -89,7 +103,7 @@ def _not_cached(at: str, error: Exception, offline: bool) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error.__cause__, errors.HfHubHTTPError):
-        return _refused(at, error.__cause__.response.status_code)
+        return said_of(at, error.__cause__.response.status_code)
     if isinstance(error, errors.IncompleteSnapshotError):
         return f"{at}: the cached copy is incomplete and the hub cannot be reached; go online to finish it"
     if offline or constants.HF_HUB_OFFLINE:

@@ -18,7 +18,7 @@ from .dtypes import as_bits
 from .int4 import SHAPE
 from .layout import CARRIED, HEADERS, SOURCE, by_bank, file_name
 from .manifest import MANIFEST, Manifest
-from .parts import Coding, decoded_part, source_part, whole_tensor
+from .parts import Coding, PartPlacement, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import
 from .resuming import Identity
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
@@ -100,7 +100,14 @@ def run_import(
     with staged(
         out, overwrite, MANIFEST, needed=needed, identity=_identity(plan, jobs, algorithms), resume=resume
     ) as stage:
-        checksums = write_files(stage.path, jobs, progress, threads, algorithms=algorithms, journal=stage.journal)
+        checksums = write_files(
+            stage.path,
+            jobs,
+            progress,
+            threads or plan.source.shards.threads,
+            algorithms=algorithms,
+            journal=stage.journal,
+        )
         beside = copy_source(plan.source, stage.path, algorithms)
         write_bytes(stage.path / MANIFEST, manifest_of(plan, checksums, beside).to_bytes())
     return open_banks(out)
@@ -181,7 +188,7 @@ def _source_record(source: Source) -> dict[str, Any]:
         "repo": source.repo,
         "revision": source.commit,
         "path": str(source.root.resolve()),
-        "files": {name: {"size": (source.root / name).stat().st_size, "etag": source.etag(name)} for name in names},
+        "files": {name: {"size": source.size(name), "etag": source.etag(name)} for name in names},
         "shards": list(source.headers),
         "index": source.index_text is not None,
     }
@@ -208,7 +215,13 @@ def planned_parts(plan: ImportPlan, maps: ShardMaps, copies: tuple[PlannedCopy, 
         if tensor is not None and tensor.quantised:
             decoded = decoded_part(copy.place, tensor, read)
             return Part(copy.at.place(decoded.view), decoded.read)
-        return Part(copy.view, lambda: source_part(copy.place, read(copy.source)))
+        return Part(copy.view, lambda: source_part(copy.place, taken(copy)))
+
+    def taken(copy: PlannedCopy) -> np.ndarray:
+        # What is repeated is read here; the rest where it is copied, a piece at a time.
+        repeated = isinstance(copy.place, PartPlacement) and copy.place.repeat
+        file = maps[plan.source.tensors[copy.source].file]
+        return file.view(copy.source) if repeated else file.unread(copy.source)
 
     return tuple(map(part, copies))
 

@@ -23,7 +23,7 @@ from .dtypes import FLOATS, is_float, nbytes
 from .layout import Layout, Leaf, file_name, is_part, lay_out_leaves
 from .parts import Coding, expand
 from .quantisation import MODES, codec_of, read_hf_quant
-from .safetensors_files import MappedFile
+from .shards import ShardFile
 from .source import Source
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _broken_promises(source: Source, family: Family) -> list[Finding]:
 
 
 def _same_bytes(source: Source, one: Logical, other: Logical) -> bool:
-    files: dict[str, MappedFile] = {}
+    files: dict[str, ShardFile] = {}
 
     def raw(name: str) -> np.ndarray:
         tensor = source.tensors[name]

@@ -80,21 +80,24 @@ def read_header(path: Path) -> Header:
     """The header of a safetensors file, checked. Raises ConversionError naming the file and the key at fault."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(LENGTH_BYTES)
-        if len(prefix) < LENGTH_BYTES:
-            raise ConversionError(f"{path.name}: {size} bytes is too short for a safetensors file")
-        length = int.from_bytes(prefix, "little")
-        if length > size - LENGTH_BYTES:
-            raise ConversionError(
-                f"{path.name}: the header says it is {length} bytes long, the file has {size}; "
-                "it is truncated or not a safetensors file"
-            )
-        if length > MAX_HEADER_BYTES:
-            raise ConversionError(
-                f"{path.name}: a header of {length} bytes is beyond the format's limit of {MAX_HEADER_BYTES}"
-            )
-        text = file.read(length)
+        text = file.read(header_length(file.read(LENGTH_BYTES), size, path.name))
     return parse_header(text, size, path.name)
+
+
+def header_length(prefix: bytes, size: int, where: str) -> int:
+    """How long the header's JSON is that follows `prefix`, the first `LENGTH_BYTES` bytes of a file of `size` bytes.
+    Raises ConversionError."""
+    if len(prefix) < LENGTH_BYTES:
+        raise ConversionError(f"{where}: {size} bytes is too short for a safetensors file")
+    length = int.from_bytes(prefix, "little")
+    if length > size - LENGTH_BYTES:
+        raise ConversionError(
+            f"{where}: the header says it is {length} bytes long, the file has {size}; "
+            "it is truncated or not a safetensors file"
+        )
+    if length > MAX_HEADER_BYTES:
+        raise ConversionError(f"{where}: a header of {length} bytes is beyond the format's limit of {MAX_HEADER_BYTES}")
+    return length
 
 
 def parse_header(text: bytes, file_size: int, where: str) -> Header:
@@ -219,6 +222,10 @@ class MappedFile:
         entry = self.header.entries[name]
         dtype = numpy_dtype(entry.dtype)
         return self._array(dtype, math.prod(entry.shape), entry).reshape(entry.shape)
+
+    def unread(self, name: str) -> np.ndarray:
+        """`view`: of a map nothing is read before it is touched."""
+        return self.view(name)
 
     def _array(self, dtype: np.dtype, count: int, entry: TensorEntry) -> np.ndarray:
         array = np.frombuffer(self._map, dtype, count, self.header.data_start + entry.begin)

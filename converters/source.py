@@ -14,7 +14,9 @@ from typing import Any
 
 from ..families.errors import ConversionError, Finding, FindingsError
 from .hub import is_hub_id, snapshot
-from .safetensors_files import Header, MappedFile, TensorEntry, is_unicode, read_header
+from .remote import RemoteShards
+from .safetensors_files import Header, TensorEntry, is_unicode
+from .shards import LocalShards, ShardFile, Shards
 from .side_files import PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
 
 CONFIG = "config.json"
@@ -67,6 +69,7 @@ class Source:
     notices: tuple[str, ...] = ()
     repo: str | None = None
     commit: str | None = None
+    shards: Shards = field(default=LocalShards(Path()), repr=False)
 
     @property
     def has_weights(self) -> bool:
@@ -90,19 +93,24 @@ class Source:
             for reason, names in why.items()
         ]
 
-    def open_shard(self, name: str, private: bool = False) -> MappedFile:
-        """A shard's map (private: `MappedFile`). Raises ConversionError when the file is no longer the one whose header
+    def open_shard(self, name: str, private: bool = False) -> ShardFile:
+        """An opened shard (private: `MappedFile`). Raises ConversionError when it is not the file any more whose header
         was read."""
         try:
-            return MappedFile(self.root / name, self.headers[name], private)
+            return self.shards.open(name, self.headers[name], private)
         except OSError as error:
             raise ConversionError(f"{self.label}: {name} cannot be read any more ({error.strerror})") from error
 
+    def size(self, name: str) -> int:
+        """The size in bytes of a file, a shard or one beside them."""
+        return self._holder(name).size(name)
+
     def etag(self, name: str) -> str | None:
-        """The hub's etag of a file: the name of its blob, when the file is a link into a hub cache's blobs."""
-        path = self.root / name
-        target = path.resolve()
-        return target.name if path.is_symlink() and target.parent.name == "blobs" else None
+        """The hub's etag of a file, where it is known."""
+        return self._holder(name).etag(name)
+
+    def _holder(self, name: str) -> Shards:
+        return self.shards if name in self.headers else LocalShards(self.root)
 
 
 class ShardMaps:
@@ -111,10 +119,10 @@ class ShardMaps:
 
     def __init__(self, source: Source, private: bool = False) -> None:
         self._source, self._private = source, private
-        self._held: OrderedDict[str, MappedFile] = OrderedDict()
+        self._held: OrderedDict[str, ShardFile] = OrderedDict()
         self._lock = Lock()
 
-    def __getitem__(self, shard: str) -> MappedFile:
+    def __getitem__(self, shard: str) -> ShardFile:
         """The map of a shard. Any thread may ask. Raises ConversionError as `Source.open_shard` does."""
         with self._lock:
             if shard not in self._held:
@@ -131,10 +139,12 @@ def open_source(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     offline: bool = False,
+    stream: bool = False,
 ) -> Source:
     """The source that `target` names: a directory, or a hub id `org/name` at a revision.
 
-    A path that exists is never looked up on the hub. A directory with a config.json and no weights opens too
+    A path that exists is never looked up on the hub. stream: what is not weights is fetched, the weights stay on the
+    hub and are read by ranges. A directory with a config.json and no weights opens too
     (`has_weights` is False). Raises ConversionError when it cannot be opened: no such directory, no config, only
     pickled weights, a fault of a header or of the index (every fault of an index at once, as FindingsError).
     """
@@ -142,17 +152,23 @@ def open_source(
     if not text:
         raise ConversionError("the source has an empty name; name a directory or a hub id (org/name)")
     path = Path(target).expanduser()
+    if stream and (path.exists() or offline):
+        why = "offline mode is on" if offline else "it is a local directory"
+        raise ConversionError(f"{text}: cannot be streamed, {why}; go without --stream")
+    shards: Shards | None = None
     if path.exists():
         root, repo, commit = _local_root(path, revision)
     elif path.is_symlink():
         raise ConversionError(f"{text}: is a link to {path.readlink()}, which does not exist")
     elif is_hub_id(text):
-        root = snapshot(text, revision, token, Path(cache_dir) if cache_dir else None, offline, _near(path))
+        cache = Path(cache_dir) if cache_dir else None
+        root = snapshot(text, revision, token, cache, offline, _near(path), weights=not stream)
         repo, commit = text, root.name
+        shards = RemoteShards(text, commit, token) if stream else None
     else:
         raise ConversionError(f"{text}: no such directory (a hub id looks like org/name){_near(path)}")
     try:
-        return _read(text, root, repo, commit)
+        return _read(text, root, repo, commit, shards or LocalShards(root))
     except OSError as error:
         raise ConversionError(f"{text}: cannot be read ({error})") from error
 
@@ -198,7 +214,7 @@ def _cached_snapshot(repository: Path, revision: str | None) -> Path:
     return repository / "snapshots" / commit
 
 
-def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Source:
+def _read(label: str, root: Path, repo: str | None, commit: str | None, files: Shards) -> Source:
     roots = allowed_roots(root)
     config_path = root / CONFIG
     if not _stands(config_path):
@@ -206,17 +222,19 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
     _refuse_unreadable(config_path, roots, label)
     config_text = config_path.read_bytes()
     config = read_json_object(config_text, CONFIG)
-    index_text, shards = _shards(root, label)
+    index_text, shards = _shards(root, label, files)
     notices: list[str] = []
     headers: dict[str, Header] = {}
     if index_text is not None:
         weight_map = _weight_map(index_text)
-        _refuse_missing(root, roots, weight_map)
-        headers = {shard: read_header(root / shard) for shard in shards}
+        _refuse_missing(files, weight_map)
+        headers = files.headers(shards)
         notices += _check_index(weight_map, headers)
     elif shards:
-        _refuse_unreadable(root / SINGLE, roots, label)
-        headers = {shard: read_header(root / shard) for shard in shards}
+        fault = files.fault(SINGLE)
+        if fault is not None:
+            raise ConversionError(f"{label}: {SINGLE} is {fault}; put the file itself there")
+        headers = files.headers(shards)
     else:
         _refuse_pickles(root, label)
     tensors = {
@@ -240,6 +258,7 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None) -> Sourc
         notices=tuple(notices),
         repo=repo,
         commit=commit,
+        shards=files,
     )
 
 
@@ -289,16 +308,15 @@ def _refuse_unreadable(path: Path, roots: Sequence[Path], label: str) -> None:
         raise ConversionError(f"{label}: {path.name} is {fault}; put the file itself there")
 
 
-def _shards(root: Path, label: str) -> tuple[bytes | None, tuple[str, ...]]:
+def _shards(root: Path, label: str, files: Shards) -> tuple[bytes | None, tuple[str, ...]]:
     """(index text, shard names) as the directory states them; no shard is opened here."""
     index = root / INDEX
-    single = root / SINGLE
     if not _stands(index):
-        return None, (SINGLE,) if _stands(single) else ()
+        return None, (SINGLE,) if files.stands(SINGLE) else ()
     _refuse_unreadable(index, allowed_roots(root), label)
     text = index.read_bytes()
     shards = tuple(dict.fromkeys(_weight_map(text).values()))
-    if _stands(single) and SINGLE not in shards:
+    if SINGLE not in shards and files.stands(SINGLE):
         raise ConversionError(
             f"both {SINGLE} and {INDEX}, which does not name it, are present; remove the one that is not meant"
         )
@@ -333,10 +351,10 @@ def _is_plain(shard: Any) -> bool:
     )
 
 
-def _refuse_missing(root: Path, roots: Sequence[Path], weight_map: Mapping[str, str]) -> None:
+def _refuse_missing(files: Shards, weight_map: Mapping[str, str]) -> None:
     findings = []
     for shard in sorted(set(weight_map.values())):
-        fault = fault_of_file(root / shard, roots)
+        fault = files.fault(shard)
         if fault is not None:
             held = [name for name, file in weight_map.items() if file == shard]
             findings.append(

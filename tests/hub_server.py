@@ -18,22 +18,37 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one answer: a status in its place, or the connection cut after so many bytes."""
+
+    status: int | None = None
+    cut: int | None = None
+    after: str | None = None
+
+
 @dataclass
 class Repository:
     """A model repository. token: what a client must send, None for a public one. gated: whether even that is refused
-    as gated. revisions: the names that are its commit."""
+    as gated. revisions: the names that are its commit. ranges: whether a part of a file can be asked for. storage: the
+    URL of another server that weights are sent from, by a redirect. faults: what becomes of the next requests for
+    weights, in order: a status that is answered, or how many bytes are sent before the connection is cut."""
 
     root: Path
     token: str | None = None
     gated: bool = False
     revisions: tuple[str, ...] = ("main", COMMIT)
+    ranges: bool = True
+    storage: str | None = None
+    faults: list[Fault] = field(default_factory=list)
 
 
 @dataclass
 class Hub:
-    """A running hub. requests: (method, path, authorization) of everything asked."""
+    """A running hub. requests: (method, path, authorization) of everything asked. sent: file -> bytes of it."""
 
     url: str
+    sent: dict[str, int] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
 
 
@@ -93,7 +108,7 @@ def running(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
             if revision not in repository.revisions:
                 self.refuse(404, "RevisionNotFound", "Invalid rev id")
             elif is_file:
-                self.send_file(repository.root / file, body)
+                self.send_file(repository, file, body)
             elif kind == "tree":
                 listed = [
                     {"type": "file", "path": item, "size": (repository.root / item).stat().st_size, "oid": "0" * 40}
@@ -115,26 +130,52 @@ def running(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
                 }
                 self.send(200, json.dumps(info).encode(), body, {"Content-Type": "application/json"})
 
-        def send_file(self, path: Path, body: bool) -> None:
+        def send_file(self, repository: Repository, file: str, body: bool) -> None:
+            path = repository.root / file
             if not path.is_file():
                 self.refuse(404, "EntryNotFound", "Entry not found")
                 return
-            data = path.read_bytes()
             headers = {"ETag": f'"{etag(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-            self.send(200, data, body, headers)
+            weights = file.endswith(".safetensors")
+            if weights and repository.storage is not None:
+                linked = {"X-Linked-Size": str(path.stat().st_size), "X-Linked-ETag": headers["ETag"]}
+                self.send(302, b"", body, headers | linked | {"Location": f"{repository.storage}{self.path}"})
+                return
+            data, status = path.read_bytes(), 200
+            asked = self.headers.get("Range")
+            if asked and repository.ranges:
+                first, last = asked.removeprefix("bytes=").split("-")
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+                data, status = data[int(first) : int(last) + 1], 206
+            with lock:
+                fault = repository.faults.pop(0) if weights and body and repository.faults else None
+            if fault is not None and fault.status is not None:
+                after = {} if fault.after is None else {"Retry-After": fault.after}
+                self.send(fault.status, b"", body, after)
+                return
+            self.send(status, data, body, headers, None if fault is None else fault.cut)
+            if body:
+                with lock:
+                    sent = len(data) if fault is None or fault.cut is None else min(fault.cut, len(data))
+                    hub.sent[file] = hub.sent.get(file, 0) + sent
 
         def refuse(self, status: int, code: str, message: str) -> None:
             self.send(status, b"{}", True, {"X-Error-Code": code, "X-Error-Message": message})
 
-        def send(self, status: int, data: bytes, body: bool, headers: Mapping[str, str]) -> None:
+        def send(
+            self, status: int, data: bytes, body: bool, headers: Mapping[str, str], cut: int | None = None
+        ) -> None:
             self.send_response(status)
             for key, value in headers.items():
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body and self.command != "HEAD":
-                self.wfile.write(data)
+                self.wfile.write(data[:cut])
+            if cut is not None and cut < len(data):
+                self.close_connection = True
 
+    lock = threading.Lock()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = Hub(f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
