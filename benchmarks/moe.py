@@ -1,6 +1,6 @@
 """One sparse layer's forward by the number of experts, beside transformers' eager experts and a dense masked loop.
 
-    python benchmarks/moe.py [--experts 8 32 128] [--tokens 512] [--top-k 8] [--dtype float32] [--repeats 9]
+    python benchmarks/moe.py [--experts 8 32 128] [--top-k 8] [--tokens 512] [--dtype float32] [--repeats 9]
 
 The routing work a token asks for is fixed by top-k, so a sparse layer's time should not follow the number of
 experts; the dense loop, every expert on every token, shows what does. The three run in turn within each repeat, on
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--top-k", type=int, nargs="+", default=[8], help="each with every count of experts")
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -97,13 +98,21 @@ def main() -> None:
     parser.add_argument("--without-dense", action="store_true", help="leave the dense loop out")
     options = parser.parse_args()
 
-    table = Table(title=f"{options.tokens} tokens, top-{options.top_k}, {options.dtype}, ms")
-    for column in ("experts", "dewconv", "transformers eager", "dense loop", "dewconv / eager", "dewconv / dense"):
+    table = Table(title=f"{options.tokens} tokens, {options.dtype}, ms")
+    for column in (
+        "experts",
+        "top-k",
+        "dewconv",
+        "transformers eager",
+        "dense loop",
+        "dewconv / eager",
+        "dewconv / dense",
+    ):
         table.add_column(column, justify="right")
     torch.manual_seed(0)
-    for experts in options.experts:
-        block = reference(experts, options.top_k, options.features, options.width, getattr(torch, options.dtype))
-        mixture = Mixture(experts, options.top_k, expert_features=options.width)
+    for experts, top_k in product(options.experts, options.top_k):
+        block = reference(experts, top_k, options.features, options.width, getattr(torch, options.dtype))
+        mixture = Mixture(experts, top_k, expert_features=options.width)
         params = parameters(block, options.dtype)
         rows = torch.randn(1, options.tokens, options.features).to(getattr(torch, options.dtype))
         x = jnp.asarray(rows.float().numpy(), options.dtype)
@@ -123,7 +132,7 @@ def main() -> None:
         seconds = medians(runs, options.repeats)
         cells = [f"{seconds[name] * 1e3:.1f}" if name in seconds else "" for name in ("ours", "eager", "dense")]
         ratios = [f"{seconds['ours'] / seconds[name]:.2f}" if name in seconds else "" for name in ("eager", "dense")]
-        table.add_row(str(experts), *cells, *ratios)
+        table.add_row(str(experts), str(top_k), *cells, *ratios)
     Console().print(table)
 
 
