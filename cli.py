@@ -111,6 +111,7 @@ resume_option = click.option("--resume", is_flag=True, help="Keep what is done w
     help="Quantised weights as codes and scales, or as values (default: keep).",
 )
 @stream_option
+@click.option("--all-files", is_flag=True, help="Take other weights along (GGUF, ONNX); never code or pickles.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--sha256", is_flag=True, help="Record the SHA-256 of every tensor beside its xxh3.")
 @resume_option

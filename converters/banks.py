@@ -27,7 +27,7 @@ import numpy as np
 from ..families.errors import ConversionError, Finding, FindingsError
 from ..families.family import Family
 from ..families.registry import find
-from .checksums import Checksums, Digest, of_bytes, unlike
+from .checksums import Checksums, Digest, of_file, unlike
 from .copying import default_threads
 from .layout import CARRIED, HEADERS, SOURCE, SUFFIX, part_leaf, split_key
 from .manifest import Manifest, read_manifest
@@ -244,15 +244,15 @@ def check_beside(banks: Banks) -> list[Finding]:
     written: by checksum, or by size in banks whose manifest has no checksums of them."""
     manifest, findings = banks.manifest, []
     for name in manifest.beside_files:
-        data = (banks.path / name).read_bytes()
         if name in manifest.beside:
             stated = manifest.beside[name]
-            damage = _damage(name, of_bytes(data, stated), stated)
+            damage = _damage(name, of_file(banks.path / name, stated), stated)
             findings += [] if damage is None else [damage]
         elif name.startswith(f"{SOURCE}/"):
             size = manifest.source["files"][name.removeprefix(f"{SOURCE}/")]["size"]
-            if len(data) != size:
-                findings.append(Finding(name, f"{len(data)} bytes", f"{size}", ALTERED))
+            found = (banks.path / name).stat().st_size
+            if found != size:
+                findings.append(Finding(name, f"{found} bytes", f"{size}", ALTERED))
     return findings
 
 

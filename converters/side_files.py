@@ -13,6 +13,8 @@ CODE = (".py", ".pyc", ".so", ".sh")
 HIDDEN_DIRECTORIES = (".git", ".cache", "__pycache__")
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_INDEX_SUFFIX = ".bin.index.json"
+NOT_OF_IT = "weights that are not part of this checkpoint"
+"""Why a file is skipped that is taken along on request; what is skipped for any other reason never is."""
 
 
 @dataclass(frozen=True)
@@ -97,5 +99,5 @@ def _reason_to_skip(path: Path, roots: Sequence[Path]) -> str | None:
     if name.endswith(CODE):
         return "code, which is never run or passed on"
     if name.endswith((*OTHER_WEIGHTS, INDEX_SUFFIX)):
-        return "weights that are not part of this checkpoint"
+        return NOT_OF_IT
     return None

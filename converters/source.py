@@ -6,7 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from threading import Lock
@@ -17,7 +17,7 @@ from .hub import is_hub_id, snapshot
 from .remote import RemoteShards
 from .safetensors_files import Header, TensorEntry, is_unicode
 from .shards import LocalShards, ShardFile, Shards
-from .side_files import PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
+from .side_files import NOT_OF_IT, PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -78,6 +78,20 @@ class Source:
     @property
     def weight_bytes(self) -> int:
         return sum(header.data_bytes for header in self.headers.values())
+
+    def with_all_files(self) -> Source:
+        """This source with other weights beside the checkpoint's own (GGUF, ONNX) among its side files. Code, pickles
+        and links out of the directory stay behind."""
+        more = [
+            SideFile(item.path, (self.root / item.path).stat().st_size)
+            for item in self.skipped
+            if item.why == NOT_OF_IT
+        ]
+        return replace(
+            self,
+            side_files=tuple(sorted((*self.side_files, *more), key=lambda item: item.path)),
+            skipped=tuple(item for item in self.skipped if item.why != NOT_OF_IT),
+        )
 
     @property
     def left_behind(self) -> list[str]:
