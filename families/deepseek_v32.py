@@ -160,10 +160,8 @@ BFLOAT16 = {"storage": "bfloat16", "float32": ("e_score_correction_bias", "weigh
 
 VARIANTS = {
     "untied": Variant(_tiny(), "6 of up to 48 keys chosen, one dense layer, an unscaled rope"),
-    "all_seen": Variant(
-        _tiny(index_topk=64), "more keys chosen than there are: the indexer has no say, its tensors are there"
-    ),
-    "one_key": Variant(_tiny(index_topk=1), "one key a query"),
+    "most_seen": Variant(_tiny(index_topk=40), "most keys chosen: dense attention until the last queries"),
+    "two_keys": Variant(_tiny(index_topk=2), "two keys a query"),
     "yarn_1_1": Variant(
         _tiny(rope_scaling=_yarn(1.0, 1.0)), "YaRN as released: the softmax corrected, cos and sin not amplified"
     ),

@@ -239,9 +239,9 @@ VARIANTS = {
         _tiny(num_hidden_layers=4, index_topk_pattern="FSFS", index_topk_freq=4, index_skip_topk_offset=3),
         "the sharing layers by a pattern, which goes before a schedule",
     ),
-    "all_seen": Variant(
-        _tiny(index_topk=64, indexer_types=_types_of("FSF")),
-        "more keys chosen than there are: the indexer has no say, its tensors are there",
+    "most_seen": Variant(
+        _tiny(index_topk=40, indexer_types=_types_of("FSF")),
+        "most keys chosen: dense attention until the last queries",
     ),
     "types": Variant(
         _without(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import layer_plan
+from ..dew_core.records import MLA
 from ..families.errors import ConversionError
 from .choices import Choices
 
@@ -88,6 +89,8 @@ def thresholds(fields: DecoderFields) -> dict[str, int]:
             found[f"llama3's original length of {name}"] = kind.rope_scaling.original_max_position_embeddings
         if kind.rope_scaling is not None and kind.rope_scaling.rope_type == "linear":
             found[f"linear rope of {name}"] = round(8 * kind.rope_scaling.factor)
+        if isinstance(kind.mixer, MLA) and kind.mixer.indexer is not None:
+            found[f"number of keys that {name} attends"] = kind.mixer.indexer.index_topk
     return found
 
 

@@ -13,7 +13,7 @@ from dewconv.families import find
 from dewconv.parity.gates import close_config, close_names, released_configs, released_names
 
 DATA = Path(__file__).parents[1] / "data"
-FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "olmo3", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 
 def inspected(release, tmp_path):
@@ -109,6 +109,29 @@ def test_glm_flash_counts(tmp_path):
     assert found.parameters == sum(map(prod, names.values())) - sum(map(prod, depth.values()))
     assert sum(map(prod, names.values())) == pytest.approx(31.2e9, rel=0.005)
     assert any("1 prediction-depth layer(s) are carried" in notice for notice in found.notices)
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "release", "billions", "on_disk", "tensors", "runs"),
+    [
+        ("deepseek_v32", "deepseek-ai__DeepSeek-V3.2", 671.9, 685.4, 46493, [3, 58]),
+        ("glm_moe_dsa", "zai-org__GLM-5", 744, 754, 59870, [3, 75]),
+        ("glm_moe_dsa", "zai-org__GLM-5.2", 744, 754, None, [2, 1, *(3, 1) * 18, 3]),
+    ],
+)
+def test_sparse_attention_counts(tmp_path, family, release, billions, on_disk, tensors, runs):
+    """V3.2's 671B and GLM-5's 744B are the decoder's alone, the embedding, the head and the indexers with them; 685B
+    and 754B on disk have the prediction depth too. GLM-5.1 is published with 59870 tensors."""
+    found = inspected(release, tmp_path)
+    assert found.parameters == pytest.approx(billions * 1e9, rel=0.005)
+    assert [run.layers for run in found.runs] == runs
+    names = released_names(find(family), DATA)[release]
+    assert tensors in (None, len(names))
+    depth = f"model.layers.{found.fields.num_layers}."
+    assert found.parameters == sum(prod(shape) for name, shape in names.items() if not name.startswith(depth))
+    assert sum(map(prod, names.values())) == pytest.approx(on_disk * 1e9, rel=0.005)
+    assert len(found.notices) == 1
     assert found.problems == ()
 
 
