@@ -81,6 +81,11 @@ def without_bars(
     return on
 
 
+def without_blas_threads() -> None:
+    """Keeps numpy's BLAS from starting threads when numpy is imported: copying multiplies nothing."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def named(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """A path or a hub id. Raises BadParameter for an empty one, which a path takes for the current directory."""
     if value == "":
@@ -138,6 +143,7 @@ def import_command(
 
     SOURCE is a directory or a hub id (org/name). OUT defaults to ./NAME-banks.
     """
+    without_blas_threads()
     from .api import plan_import, refuse_below_gate
 
     plan = plan_import(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized, **hub)
@@ -234,6 +240,7 @@ def export_command(
     as_json: bool,
 ) -> int:
     """Turn banks back into a checkpoint: the source's own bytes, or the changed weights under its names."""
+    without_blas_threads()
     from .converters.banks import open_banks
     from .converters.exporting import plan_export, run_export
 

@@ -6,10 +6,13 @@ Makes its own checkpoints of random bits below DIR (a temporary directory by def
 of Qwen3's shape, a routed one of Qwen3-MoE's with three tensors an expert (thousands of them from 3 GB on, or with
 more --experts), and one of 50,000 tensors whose data are a hole (sparse files), for plans.
 
-One turn is `cp` of the checkpoint's files and an fsync of each, then `dewconv import`, then `dewconv export`, as whole
-processes that make their output durable; turns repeat, and what is printed are medians, and the median of the turns'
-own ratios to the copy. Anonymous memory is `RssAnon` of the process, sampled every few milliseconds, less the peak of
-an interpreter that does nothing. The load of the machine is printed, since it decides what seconds mean.
+One turn is `cp` of the checkpoint's files and an fsync of each, `dewconv import` and `dewconv export`, as whole
+processes that make their output durable, in an order that changes from turn to turn, each begun with nothing left for
+the disk to write (a disk that has just taken much takes the next slower). Turns repeat, and what is printed are
+medians, and the median of the turns' own ratios to the copy. Modules are compiled once, as installing does. Anonymous
+memory is `RssAnon` of the process, sampled every few milliseconds, less the peak of an interpreter that does nothing.
+The load of the machine is printed, since it decides what seconds mean. `dewconv.load` is timed inside a process on a
+CPU, the first time and as the median of later ones, with what anonymous memory a later one adds.
 """
 
 from __future__ import annotations
@@ -178,8 +181,9 @@ def copy_durably(source: Path, target: Path) -> float:
 
 def measured(arguments: Sequence[str | Path]) -> Run:
     """The interpreter run on `arguments`. Raises CalledProcessError when it fails."""
+    compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, env=compiled)
     with ThreadPoolExecutor(1) as pool:
         peak = pool.submit(_peak_anonymous, process.pid)
         code = process.wait()
@@ -210,14 +214,22 @@ def command(*arguments: str | Path) -> list[str | Path]:
 
 
 def turns(name: str, source: Path, scratch: Path, repeats: int, idle: float) -> Iterable[tuple[str, ...]]:
-    """A row for the copy, the import and the export of `source`."""
+    """Rows for the copy, the import, the export and the loading of `source`."""
     copies, runs = [], {"import": [], "export": []}
-    for _ in range(repeats + 1):
+    kept = scratch / "kept"
+    shutil.rmtree(kept, ignore_errors=True)
+    measured(command("import", source, kept, "--unverified"))
+    steps: list[Callable[[], None]] = [
+        lambda: copies.append(copy_durably(source, scratch / "copy")),
+        lambda: runs["import"].append(measured(command("import", source, scratch / "banks", "--unverified"))),
+        lambda: runs["export"].append(measured(command("export", kept, scratch / "back"))),
+    ]
+    for turn in range(repeats + 1):
         for path in (scratch / "copy", scratch / "banks", scratch / "back"):
             shutil.rmtree(path, ignore_errors=True)
-        copies.append(copy_durably(source, scratch / "copy"))
-        runs["import"].append(measured(command("import", source, scratch / "banks", "--unverified")))
-        runs["export"].append(measured(command("export", scratch / "banks", scratch / "back")))
+        for step in (*steps[turn % 3 :], *steps[: turn % 3]):
+            os.sync()
+            step()
     for file in source.iterdir():
         if file.suffix == ".safetensors":
             subprocess.run(["cmp", file, scratch / "back" / file.name], check=True)
@@ -229,6 +241,37 @@ def turns(name: str, source: Path, scratch: Path, repeats: int, idle: float) -> 
         seconds = statistics.median(run.seconds for run in found[1:])
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         yield "", verb, f"{seconds:.2f}", ratio, f"{max(run.anonymous for run in found) - idle:.0f}"
+    yield from loads(kept)
+
+
+LOADS = """
+import json, statistics, sys, time
+import jax
+jax.devices()
+import dewconv
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1000
+
+def load():
+    before, start = anonymous(), time.perf_counter()
+    held.append(dewconv.load(sys.argv[1]))
+    return time.perf_counter() - start, anonymous() - before
+
+held = []
+first, *later = [load() for _ in range(6)]
+print(json.dumps([first[0], *map(statistics.median, zip(*later))]))
+"""
+
+
+def loads(banks: Path) -> Iterable[tuple[str, ...]]:
+    """Rows for the first load of a process and for later ones."""
+    settings = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", LOADS, banks], env=settings, check=True, capture_output=True)
+    first, later, anonymous = json.loads(done.stdout)
+    yield "", "load, first", f"{first:.2f}", "", ""
+    yield "", "load, later", f"{later:.3f}", "", f"{anonymous:.1f}"
 
 
 def plans(source: Path, repeats: int, idle: float) -> Iterable[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ def check_leaves(model: CausalTransformer, shapes: Mapping[str, tuple[int, ...]]
     held = dict(_shapes_by_layer(shapes))
     if held == _repeated_shapes(model):
         return
-    wanted = _init_shapes(model)
+    wanted = init_shapes(model)
     fix = "the family's rules and the decoder disagree"
     findings = []
     for path in sorted(set(wanted) | set(held)):
@@ -176,7 +176,8 @@ def check_leaves(model: CausalTransformer, shapes: Mapping[str, tuple[int, ...]]
         raise FindingsError(where, findings)
 
 
-def _init_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]]:
+def init_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]]:
+    """Parameter path, layer by layer -> shape, of `model.init`."""
     import jax
     import jax.numpy as jnp
 
@@ -195,11 +196,14 @@ def _repeated_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]] | N
         return None
     lists = {f.name: getattr(model, f.name) for f in fields(DecoderFields) if hasattr(model, f.name)}
     cut = {name: value[:count] for name, value in lists.items() if _is_list(value) and len(value) == len(specs)}
+    if model.mixture is not None:
+        below = {name: _below(getattr(model.mixture, name), count) for name in ("layers", "hash_layers")}
+        cut["mixture"] = replace(model.mixture, **below)
     try:
         small = model.clone(num_layers=count, **cut)
         if small.plan.specs != specs[:count]:
             return None
-        shapes = _init_shapes(small)
+        shapes = init_shapes(small)
     except ValueError:
         return None
     top = {path: shape for path, shape in shapes.items() if split_leaf(path)[0] is None}
@@ -211,6 +215,10 @@ def _repeated_shapes(model: CausalTransformer) -> dict[str, tuple[int, ...]] | N
     for index, like in enumerate(first):
         top |= {f"layers_{index}/{below}": shape for below, shape in layers.get(like, ())}
     return top
+
+
+def _below(layers: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
+    return None if layers is None else tuple(layer for layer in layers if layer < count)
 
 
 def _is_list(value: Any) -> bool:

@@ -15,13 +15,16 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dewconv.converters import loading
 from dewconv.converters.banks import open_banks
 from dewconv.converters.exporting import export_checkpoint
 from dewconv.converters.importing import import_checkpoint
 from dewconv.converters.loading import load
+from dewconv.converters.plan import plan_import
 from dewconv.converters.saving import save
 from dewconv.converters.source import open_source
 from dewconv.converters.trees import flatten, nested
+from dewconv.dew_core.transformer import CausalTransformer
 from dewconv.families.errors import ConversionError, FindingsError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -511,3 +514,47 @@ def test_layers_of_several_specs_are_checked_against_the_decoder(tiny, tmp_path)
     )
     with pytest.raises(FindingsError, match=r"parameter layers_12/mlp/up_proj/kernel: found shape \[28, 24\]"):
         load(banks.path)
+
+
+def test_layers_of_equal_specs_are_traced_once(tiny, tmp_path):
+    """Dense layers before sparse ones: the first of each kind stands for the rest, experts and all."""
+    config = tiny.qwen3_config(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_hidden_layers=9,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[0, 1],
+    )
+    plan = plan_import(source_of_experts(tiny, tmp_path, config))
+    model = CausalTransformer(**plan.fields.kwargs())
+    expected = loading.init_shapes(model)
+    traced = []
+    original = loading.init_shapes
+
+    def init(model):
+        traced.append(model.num_layers)
+        return original(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "init_shapes", init)
+        loading.check_leaves(model, expected, "x")
+        wrong = expected | {"layers_8/mlp/experts/up_proj/kernel": (4, 12, 24)}
+        with pytest.raises(FindingsError, match="layers_8/mlp/experts/up_proj/kernel"):
+            loading.check_leaves(model, wrong, "x")
+    assert traced == [3, 3, 9]
+
+
+def source_of_experts(tiny, tmp_path, config):
+    weights = tiny.weights_of(config)
+    for layer in range(2, config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.mlp."
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            shape = (24, 12) if name == "down_proj" else (12, 24)
+            del weights[f"{at}{name}.weight"]
+            weights |= {f"{at}experts.{e}.{name}.weight": tiny.random_bits(shape, BF16, e) for e in range(4)}
+        weights[f"{at}gate.weight"] = tiny.random_bits((4, 24), BF16, layer)
+    return open_source(tiny.write(tmp_path / "source", config, weights))
