@@ -9,11 +9,23 @@ import pytest
 
 import dewconv
 from dewconv.dew_core.fields import DecoderFields
-from dewconv.families import deepseek_v3, gemma3, glm4, glm4_moe, glm4_moe_lite, olmo3, qwen3, qwen3_moe
+from dewconv.families import (
+    deepseek_v3,
+    deepseek_v32,
+    gemma3,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    olmo3,
+    qwen3,
+    qwen3_moe,
+)
 from dewconv.parity.cards import status
 from dewconv.parity.expert_faults import EXPERT_FAULTS
 from dewconv.parity.fault_runner import Bench, instances_of, run_faults
 from dewconv.parity.faults import CATALOGUE, listing
+from dewconv.parity.indexer_faults import INDEXER_FAULTS
 from dewconv.parity.latent_faults import LATENT_FAULTS
 from dewconv.parity.seeding import Fault, Seeded
 
@@ -23,6 +35,8 @@ EXPERTS = {fault.name for fault in EXPERT_FAULTS}
 """Kinds that a model without experts has none of."""
 LATENT = {fault.name for fault in LATENT_FAULTS}
 """Kinds that grouped-query attention has none of."""
+INDEXER = {fault.name for fault in INDEXER_FAULTS}
+"""Kinds that a model without an indexer has none of."""
 ONE_PLAIN_ROPE = {
     "rope_thetas_exchanged",
     "rope_scaling_dropped",
@@ -36,14 +50,40 @@ ONE_PLAIN_ROPE = {
 }
 NO_WINDOW = {"window_off", "window_dropped", "window_spread", "window_as_chunk", "pattern_wrong"}
 
-MEASURED = (qwen3, gemma3, olmo3, glm4, qwen3_moe, glm4_moe, glm4_moe_lite, deepseek_v3)
+MEASURED = (qwen3, gemma3, olmo3, glm4, qwen3_moe, glm4_moe, glm4_moe_lite, deepseek_v3, deepseek_v32, glm_moe_dsa)
 CLAIMED = [module.FAMILY for module in MEASURED if (status(module.FAMILY.name) or 0) >= 4]
 """The families whose cards say that every fault is caught: what is claimed is measured again."""
+
+NOT_LATENT = {
+    *NO_WINDOW,
+    "queries_and_keys_swapped",
+    "keys_and_values_swapped",
+    "queries_and_outputs_swapped",
+    "qk_norms_swapped",
+    "biases_swapped",
+    "grouping_interleaved",
+    "key_heads_repeated",
+    "rope_pairs_uninterleaved",
+    "rope_halves_exchanged",
+    "qk_norm_dropped",
+    "qk_norm_scope_wrong",
+    "correction_bias_invented",
+    "rope_thetas_exchanged",
+    "rope_scaling_spread",
+    "linear_factor_on_theta",
+    "llama3_ramp_wrong",
+    "window_spread",
+    "output_norms_dropped",
+    "input_norms_dropped",
+    "embedding_scale_unrounded",
+}
+"""Kinds that a model of latent attention without windows has none of."""
 
 ABSENT = {
     "olmo3": {
         *EXPERTS,
         *LATENT,
+        *INDEXER,
         "linear_factor_on_theta",
         "llama3_ramp_wrong",
         "window_invented",
@@ -54,6 +94,7 @@ ABSENT = {
     "glm4": {
         *EXPERTS,
         *LATENT,
+        *INDEXER,
         *ONE_PLAIN_ROPE,
         *NO_WINDOW,
         "qk_norms_swapped",
@@ -64,6 +105,7 @@ ABSENT = {
     },
     "qwen3_moe": {
         *LATENT,
+        *INDEXER,
         *ONE_PLAIN_ROPE,
         "correction_bias_dropped",
         "correction_bias_missing_in_layers",
@@ -79,6 +121,7 @@ ABSENT = {
     },
     "glm4_moe": {
         *LATENT,
+        *INDEXER,
         *ONE_PLAIN_ROPE,
         *NO_WINDOW,
         "correction_bias_invented",
@@ -87,62 +130,21 @@ ABSENT = {
         "embedding_scale_unrounded",
         "inert_partial_rotary_type",
     },
-    "deepseek_v3": {
-        *NO_WINDOW,
-        "queries_and_keys_swapped",
-        "keys_and_values_swapped",
-        "queries_and_outputs_swapped",
-        "qk_norms_swapped",
-        "biases_swapped",
-        "grouping_interleaved",
-        "key_heads_repeated",
-        "rope_pairs_uninterleaved",
-        "rope_halves_exchanged",
-        "qk_norm_dropped",
-        "qk_norm_scope_wrong",
-        "correction_bias_invented",
-        "rope_thetas_exchanged",
-        "rope_scaling_spread",
-        "linear_factor_on_theta",
-        "llama3_ramp_wrong",
-        "window_spread",
-        "output_norms_dropped",
-        "input_norms_dropped",
-        "embedding_scale_unrounded",
-    },
-    "glm4_moe_lite": {
-        *NO_WINDOW,
-        "queries_and_keys_swapped",
-        "keys_and_values_swapped",
-        "queries_and_outputs_swapped",
-        "qk_norms_swapped",
-        "biases_swapped",
-        "grouping_interleaved",
-        "key_heads_repeated",
-        "rope_pairs_uninterleaved",
-        "rope_halves_exchanged",
-        "qk_norm_dropped",
-        "qk_norm_scope_wrong",
-        "correction_bias_invented",
-        "rope_thetas_exchanged",
-        "rope_scaling_spread",
-        "linear_factor_on_theta",
-        "llama3_ramp_wrong",
-        "window_spread",
-        "output_norms_dropped",
-        "input_norms_dropped",
-        "embedding_scale_unrounded",
-    },
+    "deepseek_v3": {*NOT_LATENT, *INDEXER},
+    "glm4_moe_lite": {*NOT_LATENT, *INDEXER},
+    "deepseek_v32": {*NOT_LATENT, "indexer_choice_of_another"},
+    "glm_moe_dsa": {*NOT_LATENT, *ONE_PLAIN_ROPE, "latent_amplitude_wrong", "latent_factors_exchanged"},
     "qwen3": {
         *EXPERTS,
         *LATENT,
+        *INDEXER,
         "output_norms_dropped",
         "input_norms_dropped",
         "rope_thetas_exchanged",
         "rope_scaling_spread",
         "embedding_scale_unrounded",
     },
-    "gemma3": {*EXPERTS, *LATENT, "llama3_ramp_wrong", "window_invented"},
+    "gemma3": {*EXPERTS, *LATENT, *INDEXER, "llama3_ramp_wrong", "window_invented"},
 }
 """Kinds that no variant of a family can have: Qwen3 has one norm a sublayer and one rope, Gemma 3 no llama3 ramp
 and always a window, OLMo 3 outputs' norms alone, GLM-4 no q/k norm and a partial rope. No GLM variant scales its rope
