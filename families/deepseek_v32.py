@@ -162,8 +162,10 @@ VARIANTS = {
     "untied": Variant(_tiny(), "6 of up to 48 keys chosen, one dense layer, an unscaled rope"),
     "most_seen": Variant(_tiny(index_topk=40), "most keys chosen: dense attention until the last queries"),
     "two_keys": Variant(_tiny(index_topk=2), "two keys a query"),
+    # Ten keys: of six, under the corrected softmax, one position's own rounding in torch is the whole bound.
     "yarn_1_1": Variant(
-        _tiny(rope_scaling=_yarn(1.0, 1.0)), "YaRN as released: the softmax corrected, cos and sin not amplified"
+        _tiny(rope_scaling=_yarn(1.0, 1.0), index_topk=10),
+        "YaRN as released: the softmax corrected, cos and sin not amplified",
     ),
     "yarn_1_half": Variant(
         _tiny(rope_scaling=_yarn(1.0, 0.5)), "both corrections, and they differ: the indexer's rope is amplified too"
@@ -205,7 +207,10 @@ VARIANTS = {
         correction_bias=(7.0, 0.2),
         **BFLOAT16,
     ),
-    "unnormalised": Variant(_tiny(norm_topk_prob=False), "weights as the sigmoid leaves them, scaled"),
+    "unnormalised": Variant(
+        _tiny(norm_topk_prob=False, n_routed_experts=6),
+        "weights as the sigmoid leaves them, scaled, of an even number of experts",
+    ),
     "shared_two": Variant(_tiny(n_shared_experts=2), "two shared experts, one dense branch of twice the width"),
     "all_sparse": Variant(_tiny(first_k_dense_replace=0), "no dense layer"),
     "fused": Variant(_tiny(), "experts fused in two tensors a layer", form="fused"),

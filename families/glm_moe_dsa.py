@@ -275,7 +275,10 @@ VARIANTS = {
         correction_bias=(7.0, 0.2),
         **BFLOAT16,
     ),
-    "unnormalised": Variant(_tiny(norm_topk_prob=False), "weights as the sigmoid leaves them, scaled"),
+    "unnormalised": Variant(
+        _tiny(norm_topk_prob=False, n_routed_experts=6),
+        "weights as the sigmoid leaves them, scaled, of an even number of experts",
+    ),
     "shared_two": Variant(_tiny(n_shared_experts=2), "two shared experts, one dense branch of twice the width"),
     "all_sparse": Variant(_tiny(first_k_dense_replace=0), "no dense layer"),
     "fused": Variant(_tiny(), "experts fused in two tensors a layer", form="fused"),

@@ -92,10 +92,11 @@ def final_norm_swapped(model: Model) -> Iterator[Seeded]:
 
 
 def structures(model: Model) -> list[list[int]]:
-    """The layers that have the same tensors, by what they have: dense ones apart from sparse ones."""
-    found: dict[tuple[bool, int], list[int]] = {}
+    """The layers that have the same tensors, by what they have: dense ones apart from sparse ones, and those that share
+    another's choice of keys from those with an indexer."""
+    found: dict[tuple[bool, int, bool], list[int]] = {}
     for index, spec in enumerate(layer_plan(model.fields).specs):
-        found.setdefault((spec.routed, 0 if spec.routed else spec.width), []).append(index)
+        found.setdefault((spec.routed, 0 if spec.routed else spec.width, spec.kv_shared), []).append(index)
     return list(found.values())
 
 

@@ -132,8 +132,14 @@ ABSENT = {
     },
     "deepseek_v3": {*NOT_LATENT, *INDEXER},
     "glm4_moe_lite": {*NOT_LATENT, *INDEXER},
-    "deepseek_v32": {*NOT_LATENT, "indexer_choice_of_another"},
-    "glm_moe_dsa": {*NOT_LATENT, *ONE_PLAIN_ROPE, "latent_amplitude_wrong", "latent_factors_exchanged"},
+    "deepseek_v32": {*NOT_LATENT, "rope_pairs_interleaved", "indexer_choice_of_another"},
+    "glm_moe_dsa": {
+        *NOT_LATENT,
+        *ONE_PLAIN_ROPE,
+        "rope_pairs_interleaved",
+        "latent_amplitude_wrong",
+        "latent_factors_exchanged",
+    },
     "qwen3": {
         *EXPERTS,
         *LATENT,
@@ -149,7 +155,7 @@ ABSENT = {
 """Kinds that no variant of a family can have: Qwen3 has one norm a sublayer and one rope, Gemma 3 no llama3 ramp
 and always a window, OLMo 3 outputs' norms alone, GLM-4 no q/k norm and a partial rope. No GLM variant scales its rope
 or has a window, and none of Qwen3-MoE scales it: no release does. Latent attention has no projection of keys or of
-values, no norm of heads, and one rope."""
+values, no norm of heads, and one rope, whose pairs are neighbours where an indexer is."""
 
 OUT_OF_REACH = {
     "scale_after_cast_flipped",
