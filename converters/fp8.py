@@ -129,13 +129,23 @@ def companions(name: str) -> list[str]:
     return [*names, f"{name.removesuffix('.weight')}.scale"] if name.endswith(".weight") else names
 
 
+def _names(record: Mapping[str, Any], key: str) -> Sequence[str]:
+    """A record's list of modules, none where it states none. Raises ConversionError for anything but a list of names."""
+    stated = record.get(key)
+    if stated is None:
+        return ()
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise ConversionError(f"config.json: quantization_config has {key} {stated!r:.80}; a list of names is needed")
+    return stated
+
+
 def fp8_codec(record: Mapping[str, Any]) -> Fp8 | None:
     """The codec of a quantisation record, None when it asks for another method.
 
     Reads transformers' `quant_method: fp8`, ModelOpt's `quant_algo`, and compressed-tensors' float schemes. Raises
     ConversionError for an fp8 record that cannot be followed.
     """
-    listed = tuple(name for key in LISTS for name in record.get(key) or () if isinstance(name, str))
+    listed = tuple(name for key in LISTS for name in _names(record, key))
     method = record.get("quant_method")
     if method == "fp8":
         form = record.get("fmt", "e4m3")

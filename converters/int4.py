@@ -96,10 +96,10 @@ def int4_codec(record: Mapping[str, Any]) -> Int4 | None:
     schemes = weight_schemes(record)
     if not schemes or not all(_is_packed_int4(scheme) for scheme in schemes):
         return None
-    sizes = {scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes}
-    if len(sizes) > 1:
+    sizes = [scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes]
+    size = sizes[0]
+    if any(other != size for other in sizes):
         raise ConversionError(f"config.json: quantization_config has several group sizes: {sorted(map(str, sizes))}")
-    size = sizes.pop()
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % NIBBLES):
         raise ConversionError(f"config.json: quantization_config has group_size {size!r}; a multiple of 8 is needed")
     return Int4(size)

@@ -108,5 +108,5 @@ def test_dtypes_that_are(tiny, tmp_path, dtype):
 def test_absurd_numbers_of_experts_are_refused_before_a_name_is_made_for_each(tmp_path, experts):
     config = dict(next(iter(find("qwen3_moe").variants.values())).config)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": experts, "num_hidden_layers": 100}))
-    with pytest.raises(ConversionError, match=r"config\.json: found a decoder of \d+ tensors, needed at most 10000000"):
-        inspect_source(open_source(tmp_path))
+    problems = inspect_source(open_source(tmp_path)).problems
+    assert any("'num_experts'" in problem and "at most 10000 experts" in problem for problem in problems)

@@ -461,8 +461,6 @@ def test_an_encoder_attends_both_ways_on_the_same_tree():
         ("use_double_wide_mlp", True),
         ("per_layer_input_dim", 8),
         ("per_layer_input_vocab", 8),
-        ("num_kv_shared_layers", 1),
-        ("kv_shared_layers", (1,)),
         ("num_nextn_predict_layers", 1),
         ("index_share_for_mtp_iteration", True),
         ("mtp_layer_type", "full_attention"),
