@@ -130,7 +130,7 @@ def companions(name: str) -> list[str]:
 
 
 def _names(record: Mapping[str, Any], key: str) -> Sequence[str]:
-    """A record's list of modules, none where it states none. Raises ConversionError for anything but a list of names."""
+    """A record's list of modules, none where it states none. Raises ConversionError unless it is a list of names."""
     stated = record.get(key)
     if stated is None:
         return ()

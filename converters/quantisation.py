@@ -41,7 +41,9 @@ def record_of(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None = No
                 raise ConversionError(f"config.json: {key} is {record!r}, not an object")
             found.append(record)
     if any(record != found[0] for record in found):
-        raise ConversionError("config.json: its records of quantization_config differ; keep the one the weights are stored by")
+        raise ConversionError(
+            "config.json: its records of quantization_config differ; keep the one the weights are stored by"
+        )
     if found:
         return found[0]
     inner = None if hf_quant is None else hf_quant.get("quantization", hf_quant)
