@@ -28,7 +28,7 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh .demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: venv
 	$(BIN)/ruff check .

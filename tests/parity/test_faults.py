@@ -183,8 +183,7 @@ NARROWEST = 10.0
 
 @pytest.fixture(
     scope="module",
-    params=CLAIMED,
-    ids=lambda family: family.name,
+    params=[pytest.param(family, id=family.name, marks=pytest.mark.xdist_group(family.name)) for family in CLAIMED],
 )
 def bench(request, tmp_path_factory):
     return Bench(request.param, tmp_path_factory.mktemp(request.param.name))
