@@ -44,3 +44,22 @@ def amplified_bound(bound: float, own: float, dtype: str, head: float = 0.0) -> 
     `PRODUCTS` times that. head: the same of JAX with its head alone one precision up, where it is measured.
     """
     return max(bound, LARGEST * math.hypot(own, max(PRODUCTS.get(dtype, 1.0) * own, head)))
+
+
+LIKENESS = 2.0
+"""The root mean square difference of two low-precision evaluations of one model, per unit of one's own difference from
+the model computed one precision up: sqrt(2) when both round as much and independently, less where they share roundings,
+times sqrt(2) for the order and number of roundings that fusion changes."""
+
+
+def likeness_bound(own: float) -> float:
+    """The largest root mean square difference between two sides that round alike: `LIKENESS * own` (docs/parity.md).
+
+    own: the root mean square difference between the reference and itself one precision up.
+    """
+    return LIKENESS * own
+
+
+def relative(error: float, bound: float) -> float:
+    """error / bound; of a bound of 0, 0 without an error and inf with one."""
+    return error / bound if bound else (0.0 if error == 0 else float("inf"))

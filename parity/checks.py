@@ -1,4 +1,5 @@
-"""The checks of numbers: each takes a comparison and returns what it found. Round trips are in `round_trip`."""
+"""The checks of numbers: each takes a comparison and returns what it found. `choice_checks` has those of choices,
+`round_trip` that of bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +12,13 @@ import numpy as np
 
 from ..dew_core.layers import layer_plan
 from ..families.rules import Placement, assign_leaves
-from . import selection as keys
-from .bounds import amplified_bound, rounding_bound
+from .bounds import amplified_bound, likeness_bound, relative, rounding_bound
 from .choices import Choices, stacked_keys, stacked_routes
 from .decoders import JaxDecoder
 from .probes import Arranged, Probe, packed, padded
 from .references import Forward, TorchReference, chooses_keys
 from .replay import choosing
 from .results import CheckResult, LayerError
-from .routing import CLEAR, margins, same_choice, score_bound, tie_bound
 
 GREEDY_TOKENS = 12
 GREEDY_PROMPT = 8
@@ -93,6 +92,14 @@ class Comparison:
         rounding."""
         return self.wide.forward(self.probe.tokens, streams=True, routes=self.reference.choices)
 
+    @cached_property
+    def tie(self) -> float:
+        """How far a logit of one side may lie from the other's for two tokens to be equally right: the bound, and below
+        float32, where that is as large as logits are, no more than the reference's own rounding explains."""
+        own = largest(self.reference.logits - self.wide_forward.logits)
+        likely = amplified_bound(0.0, own, self.dtype)
+        return max(self.bound, likely) if self.dtype == "float32" else min(self.bound, likely)
+
     def logits_bound(self, error: float) -> tuple[float, str]:
         """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
         if error <= self.bound:
@@ -155,6 +162,36 @@ def _logits(c: Comparison, name: str, ours: np.ndarray) -> CheckResult:
     }
     bound, note = c.logits_bound(error)
     return CheckResult(name, c.dtype, error <= bound, figures, bound, error, worst, note)
+
+
+def rounding(c: Comparison) -> CheckResult:
+    """Below float32, whether JAX lies no further from torch than two roundings of one model do: their difference over
+    every logit against that of torch and torch one precision up, in the root mean square and at its largest. The pair
+    nearer its bound decides."""
+    if c.dtype == "float32":
+        return CheckResult("rounding", c.dtype, None, note="asked below float32, where the bound of logits is wide")
+    apart = c.ours.logits.astype(np.float64) - c.reference.logits
+    own = c.reference.logits.astype(np.float64) - c.wide_forward.logits
+    pairs = {
+        "root mean square": (root_mean_square(apart), likeness_bound(root_mean_square(own))),
+        "largest": (largest(apart), amplified_bound(0.0, largest(own), c.dtype)),
+    }
+    which = max(pairs, key=lambda name: relative(*pairs[name]))
+    error, bound = pairs[which]
+    figures = {
+        "rms_error": pairs["root mean square"][0],
+        "reference_rms": root_mean_square(own),
+        "largest_error": pairs["largest"][0],
+        "reference_largest": largest(own),
+    }
+    _, (row, position, token) = difference(c.ours.logits, c.reference.logits)
+    worst = {"row": row, "position": position, "logit": token, "of": which}
+    return CheckResult("rounding", c.dtype, error <= bound, figures, bound, error, worst)
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    """The root mean square; inf when a value is not finite."""
+    return float(np.sqrt((values**2).mean())) if np.isfinite(values).all() else float("inf")
 
 
 def kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -222,120 +259,6 @@ def _amplified_layers(c: Comparison, found: list[LayerError]) -> tuple[list[Laye
         note = note or (f"layer {layer.layer}: {said}" if said and layer.max_error > layer.bound else "")
         result.append(replace(layer, bound=bound))
     return result, note
-
-
-def routing(c: Comparison) -> CheckResult:
-    """The experts every token takes in every sparse layer, against torch's.
-
-    In float32 all must be the same. In a lower dtype a token may go another way where torch's own choice lies within
-    rounding of another (`routing.CLEAR` bounds). There JAX is given torch's choices, so that every choice is made from
-    the numbers of equal choices before it; when one differs, a score's bound is what torch's own scores move by one
-    precision up (`routing.tie_bound`).
-    """
-    mixture = c.jax.fields.mixture
-    theirs = c.reference.routed
-    if mixture is None or not theirs:
-        return CheckResult("routing", c.dtype, None, note="no layer routes to experts")
-    if theirs.keys() != c.ours.routed.keys():
-        return CheckResult(
-            "routing",
-            c.dtype,
-            False,
-            note=f"torch routes in layers {sorted(theirs)}, jax in {sorted(c.ours.routed)}",
-        )
-    total, same, unclear = 0, 0, 0
-    narrowest, worst = float("inf"), None
-    agreed = {layer: same_choice(c.ours.routed[layer], reference) for layer, reference in theirs.items()}
-    measured = c.dtype != "float32" and not all(agree.all() for agree in agreed.values())
-    for layer, reference in sorted(theirs.items()):
-        agree = agreed[layer]
-        if measured:
-            unit = tie_bound(mixture, reference, c.wide_forward.routed[layer], c.dtype, layer + 1)
-        else:
-            unit = score_bound(mixture, reference, c.dtype, layer + 1)
-        clear = margins(mixture, reference) / max(unit, 1e-30)
-        total, same = total + agree.size, same + int(agree.sum())
-        unclear += int((clear <= CLEAR).sum())
-        narrowest = min(narrowest, float(clear.min()))
-        wrong = ~agree if c.dtype == "float32" else ~agree & (clear > CLEAR)
-        if worst is None and wrong.any():
-            row, position = (int(i) for i in np.argwhere(wrong)[0])
-            worst = {
-                "layer": layer,
-                "row": row,
-                "position": position,
-                "torch": sorted(map(int, reference.experts[row, position])),
-                "jax": sorted(map(int, c.ours.routed[layer].experts[row, position])),
-                "margin": float(clear[row, position]),
-            }
-    figures: dict[str, float | int | str] = {
-        "choices": total,
-        "same": same,
-        "agreement": same / total,
-        "smallest_margin": narrowest,
-        "near_ties": unclear,
-    }
-    taken = "would take" if c.repeats else "took"
-    note = f"{same} of {total} tokens {taken} the same experts in both" + (
-        "" if same == total or worst is not None else "; the others' choices tie within the bound"
-    )
-    return CheckResult("routing", c.dtype, worst is None, figures, None, None, worst, note)
-
-
-def selection(c: Comparison) -> CheckResult:
-    """The keys every token attends in every layer with an indexer, against torch's: `routing`, of keys.
-
-    In float32 all must be the same, save where torch's own scores tie to the last bit at the cut: which of two equal
-    keys `torch.topk` takes is undefined. In a lower dtype a token may attend others where torch's own choice lies
-    within rounding of another; the dtype's numbers are those of repeated choices.
-    """
-    theirs = c.reference.selected
-    if not theirs and not c.ours.selected:
-        return CheckResult("selection", c.dtype, None, note="no layer chooses keys")
-    if theirs.keys() != c.ours.selected.keys():
-        note = f"torch chooses keys in layers {sorted(theirs)}, jax in {sorted(c.ours.selected)}"
-        return CheckResult("selection", c.dtype, False, note=note)
-    total, same, unclear, cut = 0, 0, 0, 0
-    narrowest, worst, furthest = float("inf"), None, 0.0
-    for layer, reference in sorted(theirs.items()):
-        ours = c.ours.selected[layer]
-        agree = keys.same_keys(ours, reference)
-        unit = keys.score_bound(reference, c.dtype, layer + 1)
-        if ours.scores.shape == reference.scores.shape:
-            apart = np.abs(ours.scores - reference.scores)[reference.seen]
-            furthest = max(furthest, float(apart.max(initial=0.0)) / max(unit, 1e-30))
-        if c.dtype != "float32" and not agree.all():
-            unit = keys.tie_bound(reference, c.wide_forward.selected[layer], c.dtype, layer + 1)
-        gaps = keys.margins(reference)
-        clear = gaps / max(unit, 1e-30)
-        total, same, cut = total + agree.size, same + int(agree.sum()), cut + int(np.isfinite(gaps).sum())
-        unclear += int((clear <= CLEAR).sum())
-        narrowest = min(narrowest, float(clear.min()))
-        wrong = ~agree & (gaps > 0 if c.dtype == "float32" else clear > CLEAR)
-        if worst is None and wrong.any():
-            row, position = (int(i) for i in np.argwhere(wrong)[0])
-            worst = {
-                "layer": layer,
-                "row": row,
-                "position": position,
-                "torch": np.flatnonzero(reference.keys[row, position]).tolist(),
-                "jax": np.flatnonzero(ours.keys[row, position]).tolist() if agree.shape == ours.keys.shape[:2] else [],
-                "margin": float(clear[row, position]),
-            }
-    figures: dict[str, float | int | str] = {
-        "choices": total,
-        "choices_that_leave_keys_out": cut,
-        "same": same,
-        "agreement": same / total,
-        "score_error": furthest,
-        "near_ties": unclear,
-    }
-    if np.isfinite(narrowest):
-        figures["smallest_margin"] = narrowest
-    taken = "would attend" if c.repeats else "attended"
-    note = f"{same} of {total} tokens {taken} the same keys in both, {cut} of them not all they see"
-    note += "" if same == total or worst is not None else "; the others' choices tie within the bound"
-    return CheckResult("selection", c.dtype, worst is None, figures, None, None, worst, note)
 
 
 def decode(c: Comparison) -> CheckResult:
@@ -423,7 +346,7 @@ def greedy(c: Comparison) -> CheckResult:
         equal += at
         chosen, other = int(theirs[row, at]), int(ours[row, at])
         gap = float(scores[row, at, chosen] - scores[row, at, other])
-        if gap <= 2 * c.logits_bound(gap / 2)[0]:
+        if gap <= 2 * c.tie:
             ties += 1
         elif worst is None:
             worst = {"row": row, "position": at, "token": chosen, "jax": other, "gap": gap}
@@ -457,8 +380,8 @@ def gradients(c: Comparison) -> CheckResult:
             # What the loss does not reach on either side: a router's correction bias.
             continue
         smallest = min(smallest, scale)
-        if (error / bound if bound else float("inf")) > ratio:
-            ratio, deciding = error / bound if bound else float("inf"), (leaf, error, bound, scale, at)
+        if relative(error, bound) > ratio:
+            ratio, deciding = relative(error, bound), (leaf, error, bound, scale, at)
     note = ""
     if ratio > 1:
         wide = c.wide.gradients(tokens)[1]
@@ -495,7 +418,7 @@ def _amplified_gradients(
         bound, said = judged(plain, c.dtype, *own)
         if not scale and not error:
             continue
-        found = error / bound if bound else float("inf")
+        found = relative(error, bound)
         if found > ratio:
             ratio, deciding, note = found, (leaf, error, bound, scale, at), said
     return deciding, note

@@ -12,6 +12,7 @@ from .results import CheckResult, LayerError, Report
 
 CHECKS = {
     "logits": "Logits",
+    "rounding": "Rounding",
     "layers": "Layers",
     "routing": "Routing",
     "selection": "Selection",
@@ -30,6 +31,9 @@ LABELS = {
     "dtypes": "stored dtypes",
     "max_error": "max error",
     "mean_error": "mean error",
+    "rms_error": "RMS error",
+    "reference_rms": "the reference's own RMS",
+    "reference_largest": "the reference's own largest",
     "top1": "top-1 agreement",
     "top1_agreement": "top-1 agreement",
 }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from .bounds import relative
+
 FORMAT = 1
 """The version of a report's JSON form."""
 
@@ -14,11 +16,11 @@ FORMAT = 1
 class CheckResult:
     """The outcome of one check in one compute dtype.
 
-    name: "logits", "layers", "decode", "padding", "greedy", "gradients", "round_trip", or one of them with the layout
-    it ran in after a colon ("logits:unrolled"). dtype: the compute dtype of both sides, "float32" or "bfloat16".
-    passed: None when the check does not apply here, and `note` says why. error and bound: the deciding pair, error <=
-    bound exactly when passed (None for a check that counts: greedy tokens, bytes). figures: everything else measured.
-    worst: where the error is largest (row, position, token for logits; layer; leaf and tensor for gradients).
+    name: one of `CHECKS`, with the layout it ran in after a colon where there are two ("logits:unrolled"). dtype: the
+    compute dtype of both sides, "float32" or "bfloat16". passed: None when the check does not apply here, and `note`
+    says why. error and bound: the deciding pair, error <= bound exactly when passed (None for a check that counts:
+    greedy tokens, bytes). figures: everything else measured. worst: where the error is largest (row, position, token
+    for logits; layer; leaf and tensor for gradients).
     """
 
     name: str
@@ -33,9 +35,7 @@ class CheckResult:
     @property
     def ratio(self) -> float | None:
         """error / bound; None when the check has no such pair."""
-        if self.error is None or self.bound is None:
-            return None
-        return self.error / self.bound if self.bound else (0.0 if self.error == 0 else float("inf"))
+        return None if self.error is None or self.bound is None else relative(self.error, self.bound)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LayerError:
     @property
     def ratio(self) -> float:
         """max_error / bound."""
-        return self.max_error / self.bound if self.bound else float("inf")
+        return relative(self.max_error, self.bound)
 
 
 @dataclass(frozen=True)

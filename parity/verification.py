@@ -24,6 +24,7 @@ from ..dew_core.layers import layer_plan
 from ..families.errors import ConversionError
 from ..families.registry import find
 from . import checks as run
+from .choice_checks import routing, selection
 from .decoders import JaxDecoder
 from .fixtures import write_checkpoint
 from .probes import SHORTEST, Probe, make_probe, prompt_probe
@@ -31,7 +32,18 @@ from .references import chooses_keys, load_reference
 from .results import CheckResult, LayerError, Report
 from .round_trip import round_trip
 
-CHECKS = ("logits", "layers", "routing", "selection", "decode", "padding", "greedy", "gradients", "round_trip")
+CHECKS = (
+    "logits",
+    "rounding",
+    "layers",
+    "routing",
+    "selection",
+    "decode",
+    "padding",
+    "greedy",
+    "gradients",
+    "round_trip",
+)
 PACKAGES = ("dewconv", "jax", "jaxlib", "flax", "torch", "transformers", "numpy", "safetensors", "ml-dtypes")
 DTYPE_OF = {stored: name for name, stored in FLOATS.items()}
 
@@ -134,10 +146,12 @@ def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]
         case "layers":
             result, layers[c.dtype] = run.layers(c)
             return [result]
+        case "rounding":
+            return [run.rounding(c)]
         case "routing":
-            return [run.routing(c)] if c.jax.fields.mixture is not None else []
+            return [routing(c)] if c.jax.fields.mixture is not None else []
         case "selection":
-            return [run.selection(c)] if c.torch.indexers or chooses_keys(c.jax.fields) else []
+            return [selection(c)] if c.torch.indexers or chooses_keys(c.jax.fields) else []
         case "decode":
             return [run.decode(c)]
         case "padding":

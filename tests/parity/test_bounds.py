@@ -13,7 +13,16 @@ from dewconv.converters.source import open_source
 from dewconv.families import find
 from dewconv.families.rules import assign_leaves
 from dewconv.parity import write_checkpoint
-from dewconv.parity.bounds import CONSTANT, EPS, LARGEST, PRODUCTS, amplified_bound, rounding_bound
+from dewconv.parity.bounds import (
+    CONSTANT,
+    EPS,
+    LARGEST,
+    PRODUCTS,
+    amplified_bound,
+    likeness_bound,
+    relative,
+    rounding_bound,
+)
 from dewconv.parity.candidate import reference_run, source_tensors
 from dewconv.parity.checks import judged
 from dewconv.parity.decoders import from_leaves
@@ -32,6 +41,17 @@ def test_the_references_rounding_widens_and_never_narrows():
     bound, note = judged(1.0, "bfloat16", 2.0)
     assert bound == pytest.approx(math.sqrt(2) * LARGEST * 2.0)
     assert "2.00e+00" in note
+
+
+def test_two_roundings_of_one_model_lie_within_twice_ones_own():
+    """Independent roundings lie sqrt(2) of one apart; 1.7 times as large on one side they lie 2 apart."""
+    draw = np.random.default_rng(0)
+    one, other = draw.standard_normal((2, 100_000))
+    own = float(np.sqrt((one**2).mean()))
+    apart = float(np.sqrt(((one - other) ** 2).mean()))
+    assert apart == pytest.approx(math.sqrt(2) * own, rel=0.01)
+    assert apart < likeness_bound(own) < 1.01 * float(np.sqrt(((one - 1.75 * other) ** 2).mean()))
+    assert (relative(1.0, 2.0), relative(0.0, 0.0), relative(1.0, 0.0)) == (0.5, 0.0, math.inf)
 
 
 def test_the_heads_rounding_counts_beside_the_references():

@@ -11,7 +11,7 @@ from dewconv.converters.source import open_source
 from dewconv.dew_core.records import Mixture
 from dewconv.families import ConversionError, find
 from dewconv.families.rules import settle
-from dewconv.parity import checks, write_checkpoint
+from dewconv.parity import checks, choice_checks, write_checkpoint
 from dewconv.parity.candidate import build_candidate, reference_run
 from dewconv.parity.edits import ROUTER, merged, rolled, short
 from dewconv.parity.expert_faults import EXPERT_FAULTS
@@ -95,7 +95,7 @@ def compared(run, statements):
 
 
 def test_the_check_passes_with_every_choice_counted(run):
-    result = checks.routing(compared(run, run.statements))
+    result = choice_checks.routing(compared(run, run.statements))
     assert result.passed
     assert result.figures["choices"] == result.figures["same"] == run.probe.tokens.size * 2
     assert result.figures["smallest_margin"] > CLEAR
@@ -108,7 +108,7 @@ def test_the_check_passes_with_every_choice_counted(run):
 def test_the_check_names_where_a_wrong_router_departs(run):
     statements = merged(settle(run.statements, run.tensors)[0])
     broken = [r for s in statements for r in (rolled(s, 1) if short(getattr(s, "leaf", "")) == ROUTER else [s])]
-    result = checks.routing(compared(run, broken))
+    result = choice_checks.routing(compared(run, broken))
     assert result.passed is False
     assert result.worst["layer"] == 1
     assert result.worst["torch"] != result.worst["jax"]
@@ -118,7 +118,7 @@ def test_the_check_names_where_a_wrong_router_departs(run):
 def test_a_dense_model_has_nothing_to_route(run):
     dense = compared(run, run.statements)
     dense = replace(dense, jax=replace(dense.jax, fields=dense.jax.fields.replace(mixture=None)))
-    assert checks.routing(dense).passed is None
+    assert choice_checks.routing(dense).passed is None
 
 
 OF_THE_CHOICE = ("router_rotated", "correction_bias_dropped", "groups_wrong", "group_score_wrong", "groups_invented")
@@ -179,7 +179,7 @@ def test_numbers_are_compared_given_equal_choices_below_float32_alone(stands):
     assert not honest(stands["float32"]).repeats
     comparison = honest(stands["bfloat16"])
     assert comparison.repeats
-    for check in (checks.logits, checks.routing, checks.decode):
+    for check in (checks.logits, choice_checks.routing, checks.decode):
         result = check(comparison)
         assert result.passed, result
         # No bound was widened to hold another choice.
@@ -195,5 +195,5 @@ def test_no_wrong_router_hides_behind_repeated_choices(stands):
             for stand in stands.values():
                 run, (fields, statements) = stand.reference, seeded.build()
                 found = checks.Comparison(run.torch, build_candidate(run, fields, statements), run.probe, (), str)
-                assert checks.routing(found).passed is False, f"{fault.name}: {seeded.label} in {run.dtype}"
+                assert choice_checks.routing(found).passed is False, f"{fault.name}: {seeded.label} in {run.dtype}"
     assert "router_rotated" in seen

@@ -35,6 +35,7 @@ def test_a_variant_passes_every_check_in_both_dtypes(family, variant):
     for dtype in ("float32", "bfloat16"):
         for name in ("logits", "logits:unrolled", "layers", "decode", "padding", "greedy"):
             assert (name, dtype) in ran
+    assert ("rounding", "bfloat16") in ran
     assert {("gradients", "float32"), ("round_trip", "stored")} <= ran
     assert max(check.ratio for check in report.checks if check.ratio is not None) < 0.7
     assert Report.from_dict(report.to_dict()) == report
@@ -72,6 +73,25 @@ def test_another_checkpoints_weights_differ_and_the_layer_is_named(source, banks
     assert verdicts["layers"].worst["layer"] == 2
     assert "layer 2" in verdicts["layers"].note
     assert "model.layers.2.mlp.down_proj.weight" in verdicts["round_trip"].note
+
+
+def test_below_float32_a_small_error_is_told_from_rounding(tmp_path):
+    """5 percent of one projection is far inside the bfloat16 bound of logits, and beyond two roundings of one model."""
+    owner = find("qwen3")
+    honest = write_checkpoint(tmp_path / "honest", owner.variants["mixed"], owner)
+    other = shutil.copytree(honest, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.05
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    wanted = ("logits", "rounding")
+    ours, broken = (verify(honest, against=one, checks=wanted, dtype="bfloat16") for one in (honest, other))
+    assert ours.passed
+    assert [(check.name, check.passed) for check in broken.checks] == [
+        ("logits", True),
+        ("logits:unrolled", True),
+        ("rounding", False),
+    ]
+    assert [check.passed for check in verify(honest, checks=("rounding",), dtype="float32").checks] == [None]
 
 
 @pytest.mark.parametrize(("family", "variant"), [("gemma3", "pattern"), ("qwen3", "biases")])
@@ -148,6 +168,7 @@ def test_every_kind_of_difference_between_sources_is_told(source, tmp_path):
         assert part in told
     assert set(CHECKS) == {
         "logits",
+        "rounding",
         "layers",
         "routing",
         "selection",
