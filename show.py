@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import console
 from .console import printable, say
-from .parity.render_text import small, summary, times, verdict
+from .parity.render_text import figure, small, summary, times, verdict
 
 if TYPE_CHECKING:
     from .converters.banks import Banks
@@ -114,7 +114,7 @@ def show_report(report: Report, written: Path | None) -> None:
             small(check.error),
             small(check.bound),
             times(check.ratio),
-            check.note or _worst(check),
+            _worst(check) if check.passed is False and check.worst else check.note or _worst(check),
         )
         for check in report.checks
     ]
@@ -129,7 +129,9 @@ def show_report(report: Report, written: Path | None) -> None:
 
 
 def _worst(check: CheckResult) -> str:
-    return ", ".join(f"{key} {value}" for key, value in (check.worst or {}).items())
+    return ", ".join(
+        f"{key} {value if isinstance(value, int) else figure(value)}" for key, value in (check.worst or {}).items()
+    )
 
 
 def write_report(report: Report, directory: Path) -> None:

@@ -101,10 +101,12 @@ class Comparison:
         return max(self.bound, likely) if self.dtype == "float32" else min(self.bound, likely)
 
     def logits_bound(self, error: float) -> tuple[float, str]:
-        """The bound that an error of logits is held to, and a note when weights amplify rounding beyond `bound`."""
+        """The bound that an error of logits is held to, and a note when the error passes only because weights amplify
+        rounding beyond `bound`."""
         if error <= self.bound:
             return self.bound, ""
-        return judged(self.bound, self.dtype, largest(self.reference.logits - self.wide_forward.logits))
+        bound, note = judged(self.bound, self.dtype, largest(self.reference.logits - self.wide_forward.logits))
+        return bound, note if error <= bound else ""
 
 
 def judged(bound: float, dtype: str, own: float, head: float = 0.0) -> tuple[float, str]:
@@ -185,7 +187,7 @@ def rounding(c: Comparison) -> CheckResult:
         "reference_largest": largest(own),
     }
     _, (row, position, token) = difference(c.ours.logits, c.reference.logits)
-    worst = {"row": row, "position": position, "logit": token, "of": which}
+    worst = {"row": row, "position": position, "logit": token, "decided by": which}
     return CheckResult("rounding", c.dtype, error <= bound, figures, bound, error, worst)
 
 
@@ -388,6 +390,7 @@ def gradients(c: Comparison) -> CheckResult:
         own = assign_leaves(c.placements, {c.spelled(name): value for name, value in wide.items()})
         deciding, note = _amplified_gradients(c, (theirs, ours), (own, c.jax.gradients(tokens, wide_head=True)[1]))
     leaf, error, bound, scale, at = deciding
+    note = note if error <= bound else ""
     figures = {
         "parameters": len(ours),
         "loss": loss,

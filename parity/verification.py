@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,14 @@ from ..converters.dtypes import FLOATS
 from ..converters.loading import load
 from ..converters.plan import ImportPlan, plan_import
 from ..converters.source import Source, open_source
+from ..dew_core.fields import DecoderFields
 from ..dew_core.layers import layer_plan
 from ..families.errors import ConversionError
 from ..families.registry import find
+from ..families.rules import leaf_shapes
 from . import checks as run
 from .choice_checks import routing, selection
-from .decoders import JaxDecoder
+from .decoders import JaxDecoder, own_leaves
 from .fixtures import write_checkpoint
 from .probes import SHORTEST, Probe, make_probe, prompt_probe
 from .references import chooses_keys, load_reference
@@ -55,7 +58,7 @@ def verify(
     target: str | Path | None = None,
     *,
     against: str | Path | None = None,
-    checks: Iterable[str] | None = None,
+    checks: Iterable[str] | str | None = None,
     tokens: int | None = None,
     prompt: str | None = None,
     seed: int = 0,
@@ -72,8 +75,8 @@ def verify(
 
     target: what JAX runs; of a bank directory torch runs the source it came from, or `against`. Without a target,
     `family` and `variant` name a tiny checkpoint that is written for the purpose.
-    checks: some of `CHECKS`, all when unset. tokens: length of the probe, or of nothing with a `prompt` (a text, which
-    needs the source's tokenizer.json). dtype: the one compute dtype to compare in; unset, float32 and then the
+    checks: one or some of `CHECKS`, all when unset. tokens: length of the probe, or of nothing with a `prompt` (a
+    text, which needs the source's tokenizer.json). dtype: the one compute dtype to compare in; unset, float32 and then the
     checkpoint's own.
 
     Raises ConversionError when there is nothing to compare with (no source, no weights, no such class), and for
@@ -84,15 +87,18 @@ def verify(
     told = progress or (lambda step: None)
     with _checkpoint(target, against, family, variant, seed, revision, token, cache_dir, offline) as case:
         plan, banks = case.plan, case.banks
-        fields = banks.manifest.fields if banks is not None else plan.fields
+        fields = case.fields
         probe = _probe(case, tokens, prompt, seed)
+        _refuse_beyond_memory(fields, probe)
         results: list[CheckResult] = []
         layers: dict[str, tuple[LayerError, ...]] = {}
         notices = [*plan.warnings, *plan.notices, *probe.notices]
         for compute in _dtypes(plan, dtype):
             told(f"{compute}: loading")
             torch_side = load_reference(plan.source.root, plan.family, plan.source.config, compute)
-            _, variables = load(case.jax_path, dtype=compute if compute == "float32" or dtype else None)
+            widened = compute if compute == "float32" or dtype else None
+            # The checksums once, before anything is computed: damage is not to be taken for another model.
+            _, variables = load(case.jax_path, dtype=widened, check=banks is not None and not results)
             decoder = JaxDecoder(fields, variables["params"], compute, quick=family is not None)
             comparison = run.Comparison(torch_side, decoder, probe, plan.placements, plan.spelling.of)
             if comparison.repeats:
@@ -124,8 +130,8 @@ def verify(
         )
 
 
-def _wanted(checks: Iterable[str] | None) -> tuple[str, ...]:
-    named = CHECKS if checks is None else tuple(checks)
+def _wanted(checks: Iterable[str] | str | None) -> tuple[str, ...]:
+    named = CHECKS if checks is None else (checks,) if isinstance(checks, str) else tuple(checks)
     unknown = [name for name in named if name not in CHECKS]
     if unknown:
         raise ConversionError(f"no check is called {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
@@ -167,10 +173,11 @@ def _one(c: run.Comparison, name: str, layers: dict[str, tuple[LayerError, ...]]
 
 @dataclass(frozen=True)
 class _Case:
-    """What is compared: the plan of the torch side's source, and what JAX loads."""
+    """What is compared: the plan of the torch side's source, and the decoder and weights of JAX's."""
 
     label: str
     plan: ImportPlan
+    fields: DecoderFields
     jax_path: Path
     banks: Banks | None
     shortest: int
@@ -199,19 +206,57 @@ def _checkpoint(
             record = owner.variants[chosen]
             path = write_checkpoint(Path(scratch) / chosen, record, owner, seed)
             plan = plan_import(replace(open_source(path), label=f"{owner.name} variant {chosen}"))
-            yield _Case(f"{owner.name}/{chosen}", plan, path, None, record.length)
+            yield _Case(f"{owner.name}/{chosen}", plan, plan.fields, path, None, record.length)
         return
     where = Path(str(target)).expanduser()
     if is_bank_directory(where):
         banks = open_banks(where)
-        source = _source_of(banks, against, token, cache_dir, offline)
-        yield _Case(str(target), plan_import(source), where, banks, SHORTEST)
+        plan = plan_import(_source_of(banks, against, token, cache_dir, offline))
+        _refuse_others(str(target), banks.manifest.family, banks.manifest.fields, plan)
+        yield _Case(str(target), plan, banks.manifest.fields, where, banks, SHORTEST)
         return
-    source = open_source(str(target), revision, token, cache_dir, offline)
-    plan = plan_import(source)
+    own = plan_import(open_source(str(target), revision, token, cache_dir, offline))
+    plan = own
     if against is not None:
         plan = plan_import(open_source(against, None, token, cache_dir, offline))
-    yield _Case(str(target), plan, source.root, None, SHORTEST)
+        _refuse_others(str(target), own.family.name, own.fields, plan)
+    yield _Case(str(target), plan, own.fields, own.source.root, None, SHORTEST)
+
+
+def _refuse_others(target: str, family: str, fields: DecoderFields, plan: ImportPlan) -> None:
+    """Raises ConversionError when the reference's weights are not those of a decoder of `fields`: there is nothing to
+    compare."""
+    if family != plan.family.name:
+        raise ConversionError(
+            f"{target} is of the family {family}, {plan.source.label} of {plan.family.name}: they are not one model"
+        )
+    ours, theirs = own_leaves(fields), leaf_shapes(plan.placements)
+    apart = [leaf for leaf in sorted(ours.keys() | theirs.keys()) if ours.get(leaf) != theirs.get(leaf)]
+    if apart:
+        found, needed = (_shape(side, apart[0]) for side in (ours, theirs))
+        raise ConversionError(
+            f"{target} and {plan.source.label} are not one model: {apart[0]} is {found} in the first and {needed} in "
+            f"the second, and {len(apart) - 1} more differ; name the checkpoint that {target} came from with --against"
+        )
+
+
+def _shape(leaves: Mapping[str, tuple[int, ...]], leaf: str) -> str:
+    return str(list(leaves[leaf])) if leaf in leaves else "absent"
+
+
+def _refuse_beyond_memory(fields: DecoderFields, probe: Probe) -> None:
+    """Raises ConversionError for a probe whose attention alone is more than this machine holds.
+
+    Eager attention has every head's scores at once, [rows, heads, tokens, tokens] in float32, and as many masked,
+    normalised and cast.
+    """
+    needed = 4 * 4 * probe.rows * fields.num_heads * probe.length**2
+    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > held:
+        raise ConversionError(
+            f"a probe of {probe.length} tokens needs {needed / 1e9:,.0f} GB for attention's scores alone and this "
+            f"machine has {held / 1e9:,.0f}; ask for fewer with --tokens"
+        )
 
 
 def _source_of(

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dewconv.converters.importing import import_checkpoint
 from dewconv.converters.source import open_source
-from dewconv.families import ConversionError, find
+from dewconv.families import ConversionError, FindingsError, find
 from dewconv.parity import CHECKS, Report, verify, write_checkpoint
 from dewconv.parity.round_trip import compare_sources
 
@@ -59,6 +59,39 @@ def test_banks_are_verified_against_the_source_they_came_from(banks):
     report = verify(banks, checks=("logits", "round_trip"))
     assert report.passed
     assert report.model["target"] == "banks"
+
+
+def test_float16_is_compared_as_the_others_are(banks):
+    report = verify(banks, checks=("logits", "rounding", "greedy"), dtype="float16")
+    assert report.passed, report.failures
+    assert {check.dtype for check in report.checks} == {"float16"}
+
+
+def test_damaged_banks_are_not_taken_for_another_model(banks, tmp_path):
+    damaged = shutil.copytree(banks, tmp_path / "damaged")
+    bank = next(path for path in sorted(damaged.glob("layers_*.safetensors")))
+    content = bytearray(bank.read_bytes())
+    content[-50] ^= 64
+    bank.write_bytes(content)
+    with pytest.raises(FindingsError, match=rf"{bank.name}.*\n?.*the file was altered or is damaged"):
+        verify(damaged, checks="logits", tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "told"),
+    [("gemma3", "pattern", "is of the family qwen3, .* of gemma3"), ("qwen3", "deep", "are not one model: .* differ")],
+)
+def test_banks_of_another_model_are_not_compared(banks, source, tmp_path, family, variant, told):
+    owner = find(family)
+    other = write_checkpoint(tmp_path / "other", owner.variants[variant], owner)
+    for target in (banks, source):
+        with pytest.raises(ConversionError, match=told):
+            verify(target, against=other, checks="logits", dtype="float32", tokens=4)
+
+
+def test_a_probe_beyond_memory_is_refused_before_anything_is_loaded(banks):
+    with pytest.raises(ConversionError, match=r"a probe of 1000000 tokens needs .* GB.*--tokens"):
+        verify(banks, checks="logits", tokens=1_000_000)
 
 
 def test_another_checkpoints_weights_differ_and_the_layer_is_named(source, banks, tmp_path):
