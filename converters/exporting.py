@@ -27,6 +27,7 @@ from .manifest_checks import AGAIN
 from .parts import expand, target_parts
 from .plan import DTYPES, stored_dtype
 from .quantisation import HF_QUANT, codec_of, read_hf_quant, record_of
+from .replacing import checkpoints
 from .resuming import Identity
 from .safetensors_files import (
     Header,
@@ -202,11 +203,12 @@ def run_export(
     """
     out = output_path(out)
     banks = plan.banks
-    refuse_output(out, overwrite, (banks.path,), CONFIG)
+    replaceable = checkpoints({name: banks.path / SOURCE / name for name in plan.side_files})
+    refuse_output(out, overwrite, (banks.path,), replaceable)
     altered = check_beside(banks)
     check = BankCheck(banks)
     needed = plan.weight_bytes + sum((banks.path / SOURCE / name).stat().st_size for name in plan.side_files)
-    with staged(out, overwrite, CONFIG, needed=needed, identity=_identity(plan), resume=resume) as work:
+    with staged(out, overwrite, replaceable, needed=needed, identity=_identity(plan), resume=resume) as work:
         stage = work.path
         write_files(stage, _jobs(plan, check), progress, threads, journal=work.journal)
         damaged = [*check.findings(threads), *altered]

@@ -20,6 +20,7 @@ from .layout import CARRIED, HEADERS, SOURCE, by_bank, file_name
 from .manifest import MANIFEST, Manifest
 from .parts import Coding, PartPlacement, decoded_part, source_part, whole_tensor
 from .plan import ImportPlan, PlannedCopy, plan_import
+from .replacing import BANKS
 from .resuming import Identity
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
 from .source import CONFIG, INDEX, ShardMaps, Source
@@ -90,7 +91,7 @@ def run_import(
     what is recorded beside it, or what an earlier import left is of another source or of other options.
     """
     out = output_path(out)
-    refuse_output(out, overwrite, (plan.source.root,), MANIFEST)
+    refuse_output(out, overwrite, (plan.source.root,), BANKS)
     maps = ShardMaps(plan.source)
     _check_zeros(plan, maps)
     _check_shapes(plan, maps)
@@ -98,7 +99,7 @@ def run_import(
     algorithms = wanted(sha256)
     needed = plan.bank_bytes + sum(item.size for item in plan.source.side_files)
     with staged(
-        out, overwrite, MANIFEST, needed=needed, identity=_identity(plan, jobs, algorithms), resume=resume
+        out, overwrite, BANKS, needed=needed, identity=_identity(plan, jobs, algorithms), resume=resume
     ) as stage:
         checksums = write_files(
             stage.path,

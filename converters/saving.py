@@ -21,6 +21,7 @@ from .layout import CARRIED, Layout, by_bank, file_name, lay_out_leaves
 from .manifest import MANIFEST, Manifest
 from .parts import whole_tensor
 from .plan import ImportPlan, plan_import
+from .replacing import BANKS
 from .safetensors_files import TensorEntry, TensorSpec, lay_out
 from .source import ShardMaps, Source, open_source
 from .staging import copy_file, output_path, refuse_output, staged, write_bytes
@@ -92,9 +93,9 @@ def save(
     layout = lay_out_leaves(
         decoder, {leaf: (safetensors_dtype(leaves[leaf].dtype), shape) for leaf, shape in source.shapes.items()}
     )
-    refuse_output(out, overwrite, (source.root,), MANIFEST)
+    refuse_output(out, overwrite, (source.root,), BANKS)
     jobs = [*_bank_jobs(layout, leaves), *carried_job(source.carried)]
-    with staged(out, overwrite, MANIFEST, needed=sum(tensor.nbytes for tensor in layout.tensors)) as stage:
+    with staged(out, overwrite, BANKS, needed=sum(tensor.nbytes for tensor in layout.tensors)) as stage:
         checksums = write_files(stage.path, jobs, progress, threads)
         manifest = _manifest(source.manifest, decoder, checksums, source.copy_beside(stage.path))
         write_bytes(stage.path / MANIFEST, manifest.to_bytes())

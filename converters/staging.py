@@ -13,27 +13,34 @@ from pathlib import Path
 
 from ..families.errors import ConversionError
 from .checksums import FAST, READ_BYTES, Digest, of_bytes
+from .replacing import Replaceable
 from .resuming import JOURNAL, Identity, Journal, reopen_for
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def refuse_output(out: Path, overwrite: bool, inputs: tuple[Path, ...] = (), mark: str = "") -> None:
+def refuse_output(
+    out: Path, overwrite: bool, inputs: tuple[Path, ...] = (), replaceable: Replaceable | None = None
+) -> None:
     """Raises ConversionError when `out` may not be written: it exists without `overwrite`, is no directory, is, holds
-    or lies in one of the directories that are read, or holds files and no `mark`, the file that says it is of the kind
-    that would replace it."""
+    or lies in one of the directories that are read, or holds what is not `replaceable` and would be lost."""
     real = out.resolve()
     for path in inputs:
         given = path.resolve()
         if real == given or real.is_relative_to(given) or given.is_relative_to(real):
             raise ConversionError(f"{out}: overlaps {path}, which is read; choose another output directory")
-    if out.is_symlink() or out.exists():
-        if out.is_symlink() or not out.is_dir():
+    for above in out.absolute().parents:
+        if above.exists() and not above.is_dir():
+            raise ConversionError(f"{out}: {above} is not a directory, so nothing can be in it; choose another output")
+    if out.is_symlink():
+        raise ConversionError(f"{out}: is a symbolic link (to {out.readlink()}); name the directory itself, or another")
+    if out.exists():
+        if not out.is_dir():
             raise ConversionError(f"{out}: exists and is not a directory; choose another output")
         if not overwrite and any(out.iterdir()):
             raise ConversionError(f"{out}: already exists; remove it, or overwrite it (--overwrite)")
-        if mark and any(out.iterdir()) and not (out / mark).is_file():
-            raise ConversionError(f"{out}: holds files and no {mark}, so it is not overwritten; choose another output")
+        if replaceable is not None:
+            replaceable.refuse_losses(out, out)
 
 
 def refuse_without_room(out: Path, needed: int) -> None:
@@ -41,9 +48,10 @@ def refuse_without_room(out: Path, needed: int) -> None:
     parent = out.resolve().parent
     while not parent.exists():
         parent = parent.parent
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise ConversionError(f"{out}: needs {needed} bytes, {parent} has {free} free")
+    usage = shutil.disk_usage(parent)
+    # A file system without a size of its own (a boundless tmpfs, /proc) says nothing of its room.
+    if usage.total and usage.free < needed:
+        raise ConversionError(f"{out}: needs {needed} bytes, {parent} has {usage.free} free")
 
 
 def output_path(out: str | Path) -> Path:
@@ -65,7 +73,7 @@ class Stage:
 def staged(
     out: Path,
     overwrite: bool = False,
-    mark: str = "",
+    replaceable: Replaceable | None = None,
     *,
     needed: int = 0,
     identity: Identity | None = None,
@@ -73,9 +81,9 @@ def staged(
 ) -> Iterator[Stage]:
     """A new directory beside `out` that becomes `out` when the block ends, and is removed when it raises.
 
-    What stood at `out` stays whole until then. overwrite, mark: whether what stands there at the end may be replaced,
-    as `refuse_output` has it: what appeared while the block ran never is without `overwrite`. needed: bytes that the
-    file system must have room for.
+    What stood at `out` stays whole until then. overwrite, replaceable: whether what stands there at the end may be
+    replaced, as `refuse_output` has it: what appeared while the block ran never is without `overwrite`. needed: bytes
+    that the file system must have room for.
 
     resume: the directory is the one that an unfinished run of the same identity left, when there is one, holding the
     files of `identity["files"]` that it had begun and nothing else; and it stays when the block raises, which the
@@ -106,9 +114,9 @@ def staged(
         _sync_tree(path)
         journal.remove()
         sync_directory(path)
-        _place(path, out, overwrite, mark)
+        _place(path, out, overwrite, replaceable)
     except OSError as error:
-        told = ConversionError(f"{out}: cannot be written ({error})")
+        told = ConversionError(f"{out}: cannot be written ({error.strerror or error})")
         if keep:
             told.add_note(_kept(path))
         raise told from error
@@ -138,9 +146,10 @@ def _clear(path: Path, files: Iterable[str]) -> int:
     return taken
 
 
-def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
+def _place(stage: Path, out: Path, overwrite: bool, replaceable: Replaceable | None) -> None:
     """Renames `stage` to `out`. A rename replaces nothing but an empty directory, so that of several processes one
-    wins. What is replaced is exchanged with `stage` in one step where the file system can."""
+    wins. What is replaced is exchanged with `stage` in one step where the file system can, looked through once more
+    where nobody else writes to it, and put back when it holds what would be lost."""
     if _renamed(stage, out):
         return
     if not overwrite:
@@ -148,12 +157,21 @@ def _place(stage: Path, out: Path, overwrite: bool, mark: str) -> None:
             f"{out}: appeared while this ran, written by another process; it is left as it is, and nothing else was "
             "written"
         )
-    refuse_output(out, overwrite, (), mark)
+    refuse_output(out, overwrite, (), replaceable)
     if _exchanged(stage, out):
+        try:
+            if replaceable is not None:
+                replaceable.refuse_losses(stage, out)
+        except BaseException:
+            if not _exchanged(stage, out):
+                os.rename(stage, stage.with_suffix(".replaced"))
+            raise
         return
     old = stage.with_suffix(".replaced")
     os.rename(out, old)
     try:
+        if replaceable is not None:
+            replaceable.refuse_losses(old, out)
         placed = _renamed(stage, out)
     except BaseException:
         os.rename(old, out)

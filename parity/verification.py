@@ -76,8 +76,8 @@ def verify(
     target: what JAX runs; of a bank directory torch runs the source it came from, or `against`. Without a target,
     `family` and `variant` name a tiny checkpoint that is written for the purpose.
     checks: one or some of `CHECKS`, all when unset. tokens: length of the probe, or of nothing with a `prompt` (a
-    text, which needs the source's tokenizer.json). dtype: the one compute dtype to compare in; unset, float32 and then the
-    checkpoint's own.
+    text, which needs the source's tokenizer.json). dtype: the one compute dtype to compare in; unset, float32 and then
+    the checkpoint's own.
 
     Raises ConversionError when there is nothing to compare with (no source, no weights, no such class), and for
     unknown checks or variants.
