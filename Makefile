@@ -1,6 +1,7 @@
 # make          the environment in .venv
 # make demo     import -> verify -> export -> generate on the tiny checkpoint in examples/
 # make test     lint, types and tests, as continuous integration runs them
+# make faults   the seeded faults of the families that make test leaves out, half an hour
 # make real     the tests on the real Gemma 3 270M weights
 # make fuzz     a coverage-guided search for files that break the readers, four minutes
 # make lint     ruff and the type checker alone
@@ -13,7 +14,7 @@ TORCH := torch==2.13.0
 REAL := .real/gemma-3-270m
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: venv demo test real fuzz lint clean
+.PHONY: venv demo test faults real fuzz lint clean
 
 venv: $(VENV)/.done
 
@@ -29,6 +30,9 @@ demo: venv
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+
+faults: venv
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m faults -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: venv
 	$(BIN)/ruff check .
