@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from .console import Clock
-from .converters.banks import is_bank_directory
+from .converters.banks import is_bank_directory, open_banks
 from .converters.layout import SOURCE
+from .converters.plan import plan_import
 from .converters.source import open_source
 from .converters.tokenizer import TOKENIZER, FastTokenizer, TextStream, Tokenizer, stop_ids
 from .families.errors import ConversionError
@@ -88,11 +89,7 @@ def complete(
     an id that the checkpoint's generation config names, before one of `stop`, or after `max_new_tokens`. Raises
     ConversionError when there is no tokenizer or the prompt gives no token the decoder knows.
     """
-    if is_bank_directory(Path(target).expanduser()):
-        root: Path = Path(target).expanduser()
-        beside = root / SOURCE
-    else:
-        root = beside = open_source(target, **hub).root
+    root, beside = _opened(target, **hub)
     tokenizer = open_tokenizer(beside)
     ends = stop_ids(beside)
     ids = tokenizer.encode(prompt)
@@ -149,6 +146,19 @@ def complete(
         prefill_seconds=times[0],
         decode_seconds=times[-1] - times[1] if len(times) > 1 else 0.0,
     )
+
+
+def _opened(target: str, **hub: Any) -> tuple[Path, Path]:
+    """(directory of the weights, directory of the tokenizer). What is wrong with the weights is said before what is
+    wrong with the tokenizer."""
+    directory = Path(target).expanduser()
+    if is_bank_directory(directory):
+        open_banks(directory)
+        return directory, directory / SOURCE
+    source = open_source(target, **hub)
+    if not source.has_weights:
+        plan_import(source)
+    return source.root, source.root
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:

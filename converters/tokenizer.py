@@ -12,6 +12,21 @@ from ..families.errors import ConversionError
 TOKENIZER = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+VOCABULARIES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+"""What other tokenizers of decoders are read from, by transformers 5.24 (the classes' `vocab_files_names`) and by
+mistral_common and tiktoken through it."""
 UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that do not make a character yet."""
 
@@ -43,6 +58,17 @@ class FastTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=True)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint's directory holds a file that a tokenizer is read from."""
+    return any((directory / name).is_file() for name in (TOKENIZER, *VOCABULARIES))
+
+
+def needs_code(directory: Path) -> bool:
+    """Whether the checkpoint names a tokenizer class of its own, which is code that is never run."""
+    classes = _object(directory / TOKENIZER_CONFIG).get("auto_map")
+    return isinstance(classes, dict) and "AutoTokenizer" in classes
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:

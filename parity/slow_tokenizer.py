@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..converters.tokenizer import TOKENIZER, has_tokenizer, needs_code
 from ..families.errors import ConversionError
 
 
 class SlowTokenizer:
-    """`AutoTokenizer` of a directory; never runs the checkpoint's code."""
+    """`AutoTokenizer` of a directory; never runs the checkpoint's code, never asks the hub."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConversionError when transformers is not installed or finds no tokenizer it can build."""
+        """Raises ConversionError when the directory holds no tokenizer, or transformers is not installed or can build
+        none of its files."""
+        # transformers takes the name of a directory that is not there for a repository's.
+        if not has_tokenizer(directory):
+            raise ConversionError(
+                f"{directory}: has no tokenizer (no {TOKENIZER}, tokenizer.model, vocab.json or the like)"
+            )
         try:
             from transformers import AutoTokenizer
         except ImportError:
@@ -21,8 +28,15 @@ class SlowTokenizer:
                 "install dewconv[verify], or give a checkpoint with a tokenizer.json"
             ) from None
         try:
-            self._library = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._library = AutoTokenizer.from_pretrained(
+                str(directory.absolute()), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # a missing or foreign tokenizer raises whatever its class does
+            if needs_code(directory):
+                raise ConversionError(
+                    f"{directory}: its tokenizer is code of the checkpoint, which is never run; "
+                    f"put a {TOKENIZER} beside it"
+                ) from None
             reason = str(error).strip().split("\n")[0]
             raise ConversionError(f"{directory}: has no tokenizer that can be read ({reason})") from None
         # Without files some classes build a tokenizer of an empty vocabulary.
