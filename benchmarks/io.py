@@ -1,10 +1,12 @@
 """Import and export beside a file copy, and the time a plan takes.
 
-    python benchmarks/io.py [dense] [routed] [plan] [--mb 500] [--repeats 5] [--at DIR]
+    python benchmarks/io.py [dense] [routed] [fp8] [int4] [plan] [--mb 500] [--repeats 5] [--at DIR]
 
 Makes its own checkpoints of random bits below DIR (a temporary directory by default, removed at the end): a dense one
 of Qwen3's shape, a routed one of Qwen3-MoE's with three tensors an expert (thousands of them from 3 GB on, or with
-more --experts), and one of 50,000 tensors whose data are a hole (sparse files), for plans.
+more --experts), the first with its projections in FP8 blocks and the second with its experts in packed int4, both
+kept as they are (`--quantized keep`, the default), and one of 50,000 tensors whose data are a hole (sparse files), for
+plans.
 
 One turn is `cp` of the checkpoint's files and an fsync of each, `dewconv import` and `dewconv export`, as whole
 processes that make their output durable, in an order that changes from turn to turn, each begun with nothing left for
@@ -29,18 +31,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from io_checkpoints import FP8, INT4, dense_config, fitting, routed_config, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 
-Shapes = dict[str, tuple[int, ...]]
 SAMPLE_SECONDS = 0.004
 PLANNED_TENSORS = 50_000
-SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -49,123 +48,6 @@ class Run:
 
     seconds: float
     anonymous: float
-
-
-def dense_config(layers: int) -> dict[str, Any]:
-    """Qwen3-0.6B's, with its vocabulary cut so that layers are most of it."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 32768,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def routed_config(layers: int, experts: int) -> dict[str, Any]:
-    """Qwen3-MoE's, narrower: `experts` experts of 0.8 MB a matrix in each layer."""
-    return dense_config(layers) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 384,
-        "num_experts": experts,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.001,
-        "output_router_logits": False,
-    }
-
-
-def shapes_of(config: dict[str, Any]) -> Shapes:
-    """The tensors a release of `config` holds, by name."""
-    width, heads, groups = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head = config["head_dim"]
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], width)}
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        shapes[at + "input_layernorm.weight"] = (width,)
-        shapes[at + "self_attn.q_proj.weight"] = (heads * head, width)
-        shapes[at + "self_attn.k_proj.weight"] = (groups * head, width)
-        shapes[at + "self_attn.v_proj.weight"] = (groups * head, width)
-        shapes[at + "self_attn.o_proj.weight"] = (width, heads * head)
-        shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (head,)
-        shapes[at + "post_attention_layernorm.weight"] = (width,)
-        if "num_experts" not in config:
-            shapes |= _mlp(at + "mlp.", width, config["intermediate_size"])
-            continue
-        shapes[at + "mlp.gate.weight"] = (config["num_experts"], width)
-        for expert in range(config["num_experts"]):
-            shapes |= _mlp(f"{at}mlp.experts.{expert}.", width, config["moe_intermediate_size"])
-    shapes["model.norm.weight"] = (width,)
-    return shapes
-
-
-def _mlp(at: str, width: int, inner: int) -> Shapes:
-    names = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    return {f"{at}{name}.weight": shape for name, shape in names.items()}
-
-
-def write_checkpoint(directory: Path, config: dict[str, Any], sparse: bool = False) -> Path:
-    """A bfloat16 checkpoint of random bits, or of a hole, in shards of at most 1 GB with an index."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    groups: list[Shapes] = [{}]
-    held = 0
-    for name, shape in shapes_of(config).items():
-        size = 2 * prod(shape)
-        if groups[-1] and held + size > SHARD_BYTES:
-            groups.append({})
-            held = 0
-        groups[-1][name] = shape
-        held += size
-    weight_map: dict[str, str] = {}
-    pool = np.random.default_rng(0).integers(0, 1 << 16, 24_000_001, np.uint16)
-    for number, group in enumerate(groups, 1):
-        shard = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        weight_map |= dict.fromkeys(group, shard)
-        table, position = {}, 0
-        for name, shape in group.items():
-            end = position + 2 * prod(shape)
-            table[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, end]}
-            position = end
-        text = json.dumps({"__metadata__": {"format": "pt"}, **table}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / shard).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for left in range(position if not sparse else 0, 0, -pool.nbytes):
-                file.write(pool.data.cast("B")[: min(left, pool.nbytes)])
-            file.truncate(8 + len(text) + position)
-            os.fsync(file.fileno())
-    total = sum(2 * prod(shape) for group in groups for shape in group.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
-
-
-def fitting(make: Callable[[int], dict[str, Any]], megabytes: int) -> dict[str, Any]:
-    """The config of the number of layers whose checkpoint comes nearest to `megabytes`."""
-
-    def size(layers: int) -> float:
-        return sum(2 * prod(shape) for shape in shapes_of(make(layers)).values()) / 1e6
-
-    one, two = size(1), size(2)
-    return make(max(1, round(1 + (megabytes - one) / (two - one))))
 
 
 def copy_durably(source: Path, target: Path) -> float:
@@ -286,15 +168,12 @@ def plans(source: Path, repeats: int, idle: float) -> Iterable[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", metavar="dense|routed|plan", help="which (default: all)")
+    parser.add_argument("what", nargs="*", metavar="dense|routed|fp8|int4|plan", help="which (default: all)")
     parser.add_argument("--mb", type=int, default=500, help="size of the dense and the routed checkpoint (500)")
     parser.add_argument("--experts", type=int, default=128, help="experts of a layer of the routed one (128)")
     parser.add_argument("--repeats", type=int, default=5, help="turns, after one that is not counted (5)")
     parser.add_argument("--at", type=Path, help="where checkpoints are made, kept and found again")
     options = parser.parse_args()
-    what = options.what or ["dense", "routed", "plan"]
-    if unknown := set(what) - {"dense", "routed", "plan"}:
-        parser.error(f"no checkpoint is called {', '.join(sorted(unknown))}")
     table = Table("checkpoint", "", "seconds", "ratio to the copy", "anonymous MB")
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="dewconv-io-", dir=options.at) as scratch:
@@ -303,8 +182,15 @@ def main() -> None:
         makers: dict[str, Callable[[], dict[str, Any]]] = {
             "dense": lambda: fitting(dense_config, options.mb),
             "routed": lambda: fitting(lambda layers: routed_config(layers, options.experts), options.mb),
+            "fp8": lambda: fitting(lambda layers: dense_config(layers) | {"quantization_config": FP8}, options.mb),
+            "int4": lambda: fitting(
+                lambda layers: routed_config(layers, options.experts) | {"quantization_config": INT4}, options.mb
+            ),
             "plan": lambda: routed_config(PLANNED_TENSORS // (3 * 128 + 9) + 1, 128),
         }
+        what = options.what or list(makers)
+        if unknown := set(what) - makers.keys():
+            parser.error(f"no checkpoint is called {', '.join(sorted(unknown))}")
         for name in what:
             source = room / (name if name == "plan" else f"{name}-{options.mb}")
             if not source.exists():
