@@ -267,7 +267,10 @@ def _source_of(
     record = banks.manifest.source
     path = record.get("path")
     if path and Path(path).is_dir():
-        return open_source(path)
+        source = open_source(path)
+        # What was streamed left its weights on the hub.
+        if source.has_weights or not record.get("repo"):
+            return source
     if record.get("repo"):
         return open_source(record["repo"], record.get("revision"), token, cache_dir, offline)
     raise ConversionError(

@@ -79,6 +79,18 @@ def test_a_streamed_import_is_the_import_of_a_download(checkpoint, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
+def test_streamed_banks_are_verified_against_the_revision_they_came_from(tmp_path):
+    """What lies in the cache has no weights: they are fetched when torch needs them."""
+    source = write_checkpoint(tmp_path / "source", qwen3.VARIANTS["mixed"], qwen3.FAMILY)
+    options = ("--checks", "logits,round_trip", "--dtype", "float32")
+    with running({"org/tiny": Repository(source)}) as hub:
+        command(tmp_path / "home", hub.url, "import", "org/tiny", tmp_path / "banks", "--stream")
+        assert list((tmp_path / "home").rglob("*.safetensors")) == []
+        done = command(tmp_path / "home", hub.url, "verify", tmp_path / "banks", *options)
+    assert "Equal" in done.stdout
+    assert list((tmp_path / "home").rglob("*.safetensors"))
+
+
 @pytest.mark.parametrize(
     ("family", "variant", "options", "most"),
     [
