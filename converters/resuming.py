@@ -132,8 +132,9 @@ def differing(left: Identity | None, now: Identity) -> str | None:
 
 
 def leftovers(out: Path) -> list[Path]:
-    """The directories that unfinished runs left beside `out`, by name; not those that are still being written."""
-    return [path for path in _partial(out) if not _is_locked(path)]
+    """The directories that unfinished runs left beside `out`, by name; not those that are still being written, nor
+    those without a journal: another process is about to begin or to place one."""
+    return [path for path in _partial(out) if _is_left(path)]
 
 
 def reopen_for(out: Path, identity: Identity) -> tuple[Path, Journal] | None:
@@ -181,14 +182,15 @@ def _partial(out: Path) -> list[Path]:
     return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
-def _is_locked(path: Path) -> bool:
+def _is_left(path: Path) -> bool:
     try:
         held = Journal.reopen(path)
     except BlockingIOError:
-        return True
-    if held is not None:
-        held[0].close()
-    return False
+        return False
+    if held is None:
+        return False
+    held[0].close()
+    return True
 
 
 def _lock(fd: int) -> None:

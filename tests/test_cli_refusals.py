@@ -192,3 +192,29 @@ def test_a_manifest_that_cannot_be_is_told_by_every_command(
         assert "dewconv.json" in message
         assert field in message
     assert [path.name for path in tmp_path.iterdir()] == ["banks"]
+
+
+class TestOverwrite:
+    """`--overwrite` replaces OUT only when all of it is known to be of OUT's own kind."""
+
+    def test_a_project_of_the_users_stays(self, banks, tmp_path):
+        (tmp_path / "proj" / ".git").mkdir(parents=True)
+        (tmp_path / "proj" / "config.json").write_text('{"port": 80}')
+        (tmp_path / "proj" / "main.py").write_text("code")
+        said = fails("export", banks, "proj", "--overwrite", cwd=tmp_path)
+        assert "proj: replacing it would lose config.json, main.py, .git/ (it is no whole checkpoint" in said
+        assert sorted(path.name for path in (tmp_path / "proj").iterdir()) == [".git", "config.json", "main.py"]
+        assert (tmp_path / "proj" / "main.py").read_text() == "code"
+
+    @pytest.mark.parametrize("out", ["file/sub", "/proc/foo", "link"])
+    def test_where_nothing_can_be_written(self, tmp_path, out):
+        (tmp_path / "file").write_text("x")
+        (tmp_path / "link").symlink_to("elsewhere")
+        said = fails("import", TINY, out, "--unverified", cwd=tmp_path)
+        why = {
+            "file/sub": f"{tmp_path / 'file'} is not a directory",
+            "/proc/foo": "cannot be written (",
+            "link": "is a symbolic link (to elsewhere)",
+        }
+        assert f"dewconv: {out}: {why[out]}" in said
+        assert "Errno" not in said
