@@ -371,7 +371,8 @@ def diff_command(a: str, b: str, show_all: bool, read_all: bool, as_json: bool, 
     if as_json:
         counts = {kind: sum(item.kind == kind for item in found) for kind in sorted({item.kind for item in found})}
         rows = [item.to_json() for item in found if show_all or item.kind != "equal"]
-        console.document({"equal": equal, "counts": counts, "tensors": rows})
+        believed = sum(item.kind == "equal" and not item.read for item in found)
+        console.document({"equal": equal, "counts": counts, "by_checksums": believed, "tensors": rows})
     else:
         show_differences(found, show_all)
     return DONE if equal else DIFFERENT

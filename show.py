@@ -164,6 +164,9 @@ def show_differences(found: Sequence[Difference], show_all: bool) -> None:
     for item in found:
         counts[item.kind] = counts.get(item.kind, 0) + 1
     say(f"{len(found)} tensors: " + ", ".join(f"{count} {_told(kind)}" for kind, count in counts.items()))
+    believed = sum(item.kind == "equal" and not item.read for item in found)
+    if believed:
+        say(f"{believed} equal by recorded checksums and not read; --read-all reads every byte")
 
 
 def _told(kind: str) -> str:

@@ -18,7 +18,7 @@ from .layout import CARRIED, SUFFIX
 from .parts import target_parts
 from .safetensors_files import TensorEntry
 from .shards import ShardFile
-from .source import Source, open_source
+from .source import Source, open_source, refuse_without_weights
 
 BLOCK = 1 << 20
 """Elements compared at a time."""
@@ -46,6 +46,7 @@ class Difference:
 
     a, b: "BF16 [24, 28]", or None where it is missing. differing: elements that are not equal bit for bit. max_error:
     the largest absolute difference of two values, at index `at`; None for equal tensors and for other shapes.
+    read: the values were compared; else both sides state equal checksums, or one of them is missing.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Difference:
     differing: int = 0
     max_error: float | None = None
     at: tuple[int, ...] | None = None
+    read: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,7 +77,9 @@ def open_tensors(target: str | Path, **options: Any) -> dict[str, NamedTensor]:
     """
     if is_bank_directory(Path(target).expanduser()):
         return bank_tensors(open_banks(target))
-    return source_tensors(open_source(target, **options))
+    source = open_source(target, **options)
+    refuse_without_weights(source)
+    return source_tensors(source)
 
 
 def source_tensors(source: Source) -> dict[str, NamedTensor]:
@@ -150,9 +154,9 @@ def differences(
     for name in sorted(set(a) | set(b)):
         one, other = a.get(name), b.get(name)
         if one is None or other is None:
-            yield Difference(name, "only in B" if one is None else "only in A", _text(one), _text(other))
+            yield Difference(name, "only in B" if one is None else "only in A", _text(one), _text(other), read=False)
         elif believe and one.stated and one.stated == other.stated:
-            yield Difference(name, "equal", _text(one), _text(other))
+            yield Difference(name, "equal", _text(one), _text(other), read=False)
         else:
             yield compare(one, other)
 

@@ -24,7 +24,7 @@ from .layout import Layout, Leaf, file_name, is_part, lay_out_leaves
 from .parts import Coding, expand
 from .quantisation import MODES, codec_of, read_hf_quant
 from .shards import ShardFile
-from .source import Source
+from .source import Source, refuse_without_weights
 
 if TYPE_CHECKING:
     from .banks import Banks
@@ -189,11 +189,7 @@ def plan_import(
         raise ConversionError(f"quantized {quantized!r} is not one of {', '.join(MODES)}")
     if bank_layers is not None and bank_layers < 1:
         raise ConversionError(f"bank_layers is {bank_layers}; a bank holds at least one layer")
-    if not source.has_weights:
-        raise ConversionError(
-            f"{source.label}: holds a config.json and no weights as safetensors; pickled ones are never read, "
-            "load them with transformers where that is safe and save_pretrained() them"
-        )
+    refuse_without_weights(source)
     family, model_type = find_family(source)
     codec = source_codec(source)
     reading = family.examine(source.config)

@@ -187,6 +187,15 @@ def open_source(
         raise ConversionError(f"{text}: cannot be read ({error})") from error
 
 
+def refuse_without_weights(source: Source) -> None:
+    """Raises ConversionError for a source that is a config.json alone."""
+    if not source.has_weights:
+        raise ConversionError(
+            f"{source.label}: holds a config.json and no weights as safetensors; pickled ones are never read, "
+            "load them with transformers where that is safe and save_pretrained() them"
+        )
+
+
 def _near(path: Path) -> str:
     """The directory beside `path` whose name is nearest to its own, as a question; nothing when none is near."""
     try:

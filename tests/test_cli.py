@@ -379,7 +379,19 @@ class TestInspect:
 class TestDiff:
     def test_equal(self, banks: Path, tmp_path: Path) -> None:
         assert succeeds("diff", TINY, banks, cwd=tmp_path).stdout == "46 tensors: 46 equal\n"
-        assert as_json("diff", banks, banks, cwd=tmp_path) == {"equal": True, "counts": {"equal": 46}, "tensors": []}
+        whole = {"equal": True, "counts": {"equal": 46}, "by_checksums": 0, "tensors": []}
+        assert as_json("diff", banks, banks, cwd=tmp_path) == whole | {"by_checksums": 46}
+        assert as_json("diff", banks, banks, "--read-all", cwd=tmp_path) == whole
+        said = "46 equal by recorded checksums and not read; --read-all reads every byte\n"
+        assert succeeds("diff", banks, banks, cwd=tmp_path).stdout == "46 tensors: 46 equal\n" + said
+        assert succeeds("diff", banks, banks, "--read-all", cwd=tmp_path).stdout == "46 tensors: 46 equal\n"
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_config_without_weights_is_no_side(self, tmp_path: Path, first: bool) -> None:
+        (tmp_path / "bare").mkdir()
+        shutil.copy(TINY / "config.json", tmp_path / "bare")
+        sides = ("bare", TINY) if first else (TINY, "bare")
+        assert "bare: holds a config.json and no weights" in fails("diff", *sides, cwd=tmp_path)
 
     def test_every_kind_of_difference(self, tmp_path: Path) -> None:
         other = tmp_path / "other"
