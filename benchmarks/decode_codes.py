@@ -31,9 +31,8 @@ def fp8(rows: int, columns: int, grain: tuple[int, int], turned: bool) -> Coded:
     codes = generator.integers(0, 256, shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
     grid = (-(-rows // grain[0]), -(-columns // grain[1]))
     scales = generator.uniform(1e-4, 1, grid).astype(np.float32)
-    return Coded(
-        FP8, (rows, columns), BF16, Blocked.whole(codes.T if turned else codes, (1, 1)), Blocked.whole(scales, grain)
-    )
+    blocks = Blocked.whole(codes.T if turned else codes, (1, 1)), Blocked.whole(scales, grain)
+    return Coded(FP8, (rows, columns), BF16, *blocks, name="fp8")
 
 
 def int4(rows: int, columns: int, turned: bool) -> Coded:
@@ -41,9 +40,8 @@ def int4(rows: int, columns: int, turned: bool) -> Coded:
     shape = (columns, rows // 8) if turned else (rows // 8, columns)
     words = generator.integers(-(2**31), 2**31, shape).astype(np.int32)
     scales = generator.uniform(1e-4, 1, (rows // 32, columns)).astype(BF16)
-    return Coded(
-        INT4, (rows, columns), BF16, Blocked.whole(words.T if turned else words, (8, 1)), Blocked.whole(scales, (32, 1))
-    )
+    blocks = Blocked.whole(words.T if turned else words, (8, 1)), Blocked.whole(scales, (32, 1))
+    return Coded(INT4, (rows, columns), BF16, *blocks, name="int4")
 
 
 def best(works: Sequence[Callable[[int], None]], rows: int, threads: int, repeats: int) -> list[float]:

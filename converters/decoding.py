@@ -21,6 +21,7 @@ import numpy as np
 
 from .copying import MAX_PANEL_ROWS, copy_tiled
 from .dtypes import as_bits
+from .prefetch import fetch
 
 FP8, INT4 = "fp8", "int4"
 NIBBLES = 8
@@ -73,13 +74,14 @@ class Blocked:
 @dataclass(frozen=True)
 class Coded:
     """An array of `shape` and `dtype` in the form of codes and scales: a `copying.Lazy`. Looking at a part of it
-    costs nothing; `write` decodes."""
+    costs nothing; `write` decodes. name: what it is called when it cannot be read."""
 
     format: str
     shape: tuple[int, ...]
     dtype: np.dtype
     codes: Blocked
     scales: Blocked
+    name: str
 
     @property
     def ndim(self) -> int:
@@ -119,16 +121,20 @@ class Coded:
         return replace(self, shape=shape, codes=self.codes.transpose(order), scales=self.scales.transpose(order))
 
     def write(self, out: np.ndarray) -> None:
-        """Decodes into `out`, of this shape and dtype."""
+        """Decodes into `out`, of this shape and dtype. Raises ConversionError when codes or scales cannot be read."""
         if self.size == 0:
             return
         if self.ndim < 2:
             whole = replace(self, shape=(1, *self.shape), codes=self.codes.lead(), scales=self.scales.lead())
             whole.write(out[None])
-        elif self.ndim > 2:
+            return
+        if self.ndim > 2:
             for index in range(self.shape[0]):
                 self[index].write(out[index])
-        elif self.format == INT4:
+            return
+        fetch(self.codes.array, self.name)
+        fetch(self.scales.array, self.name)
+        if self.format == INT4:
             _write_int4(self.codes, self.scales, out)
         else:
             _write_fp8(self.codes, self.scales, out)

@@ -71,4 +71,4 @@ def held_leaf(banks: Banks, bank: str, key: str) -> Held:
         raise ConversionError(
             f"{banks.path}: {file_name(bank)} holds {key} and not {scales}; import the checkpoint again"
         )
-    return coding.array(banks.array(bank, key), banks.array(bank, scales))
+    return coding.array(banks.array(bank, key), banks.array(bank, scales), f"{bank}: {key}")

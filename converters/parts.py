@@ -67,10 +67,10 @@ class Coding:
         """Of `rows` such leaves on a new first axis."""
         return Coding(self.format, self.dtype, (rows, *self.shape), tuple((1, *grain) for grain in self.grains))
 
-    def array(self, codes: np.ndarray, scales: np.ndarray) -> Coded:
-        """The leaf that stored codes and scales are."""
+    def array(self, codes: np.ndarray, scales: np.ndarray, name: str) -> Coded:
+        """The leaf that stored codes and scales are, called `name` where it cannot be read."""
         parts = (Blocked.whole(array, grain) for array, grain in zip((codes, scales), self.grains, strict=True))
-        return Coded(self.format, self.shape, numpy_dtype(self.dtype), *parts)
+        return Coded(self.format, self.shape, numpy_dtype(self.dtype), *parts, name=name)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def decoded_part(place: Placement, tensor: Logical, read: Callable[[str], np.nda
             Blocked.whole(source_part(PartPlacement("", p.source_view, "", p.leaf_view, p.repeat), read(name)), p.spans)
             for name, p in zip(tensor.parts, placed, strict=True)
         ]
-        return Coded(tensor.format, shared.leaf_view().shape, numpy_dtype(tensor.dtype), *blocked)
+        return Coded(tensor.format, shared.leaf_view().shape, numpy_dtype(tensor.dtype), *blocked, name=tensor.name)
 
     return Part(shared.leaf_view(), coded)
 
@@ -236,7 +236,7 @@ def whole_tensor(tensor: Logical, read: Callable[[str], np.ndarray]) -> Coded:
         Blocked.whole(read(name).reshape([-(-n // g) for n, g in zip(tensor.shape, grain, strict=True)]), grain)
         for name, grain in zip(tensor.parts, tensor.grains, strict=True)
     ]
-    return Coded(tensor.format, tensor.shape, numpy_dtype(tensor.dtype), *blocked)
+    return Coded(tensor.format, tensor.shape, numpy_dtype(tensor.dtype), *blocked, name=tensor.name)
 
 
 def decode_whole(tensor: Logical, read: Callable[[str], np.ndarray]) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from fractions import Fraction
 from itertools import pairwise
 
@@ -373,7 +375,7 @@ def test_a_rule_on_a_weight_holds_of_its_codes_and_scales(which):
     wanted = fill(places, lambda name: BF16, lambda place: place.source_view.apply(values[place.source]))
     assert set(leaves) == set(wanted) | {leaf + ":scale" for leaf in wanted}
     for leaf, value in wanted.items():
-        coded = expansion.codings[leaf].array(leaves[leaf], leaves[leaf + ":scale"])
+        coded = expansion.codings[leaf].array(leaves[leaf], leaves[leaf + ":scale"], leaf)
         found = np.empty(coded.shape, coded.dtype)
         coded.write(found)
         assert (bits(found) == bits(value)).all(), leaf
@@ -430,7 +432,9 @@ def test_packed_codes_follow_their_rules_and_are_not_taken_apart():
     )
     assert leaves["experts/kernel"].shape == (3, 8, 12)
     assert leaves["experts/kernel:scale"].shape == (3, 2, 12)
-    coded = expansion.codings["experts/kernel"].array(leaves["experts/kernel"], leaves["experts/kernel:scale"])
+    coded = expansion.codings["experts/kernel"].array(
+        leaves["experts/kernel"], leaves["experts/kernel:scale"], "experts/kernel"
+    )
     for start, stop in ((0, 64), (3, 17), (8, 40), (33, 34), (5, 64)):
         # Any part of the leaf, wherever in a word or a group it begins.
         part = coded[1].transpose((0, 1))[start:stop]
@@ -663,3 +667,33 @@ def test_a_config_without_its_record_has_none_anywhere():
     }
     spelled = respell_record(record, Spelling("language_model.model.", "language_model.lm_head."))
     assert spelled == {**FP8_RECORD, "modules_to_not_convert": ["lm_head", "model.layers.0.q", "x"]}
+
+
+CUT = """
+import os, sys
+import numpy as np
+from dewconv.converters.decoding import Blocked, Coded
+from dewconv.families.errors import ConversionError
+import ml_dtypes
+
+codes = np.memmap(sys.argv[1], np.uint8, "r", shape=(512, 512)).view(ml_dtypes.float8_e4m3fn)
+scales = Blocked.whole(np.ones((4, 4), np.float32), (128, 128))
+coded = Coded("fp8", (512, 512), np.dtype(np.float32), Blocked.whole(codes, (1, 1)), scales, "experts.weight")
+os.truncate(sys.argv[1], 4096)
+out = np.empty((512, 512), np.float32)
+for array, into in ((coded, out), (coded.transpose((1, 0)), out), (coded[8:], out[8:])):
+    try:
+        array.write(into)
+    except ConversionError as error:
+        print(error)
+"""
+
+
+def test_codes_cut_off_while_they_are_decoded_are_an_error_and_no_signal(tmp_path):
+    path = tmp_path / "codes"
+    path.write_bytes(bytes(512 * 512))
+    done = subprocess.run([sys.executable, "-c", CUT, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 3
+    assert all(line.startswith("experts.weight: cannot be read any more: its file was cut off") for line in told)

@@ -96,6 +96,7 @@ def test_a_region_of_codes_is_the_region_of_their_values(data):
         np.dtype(np.float32),
         Blocked.whole(codes.view(ml_dtypes.float8_e4m3fn), grains[0]),
         Blocked.whole(scales, grains[1]),
+        "coded",
     )
     whole = np.empty(shape, np.float32)
     coded.write(whole)
