@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import console
 from .console import printable, say
+from .families.errors import short_list
 from .parity.render_text import figure, small, summary, times, verdict
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def show_inspection(found: Inspection) -> None:
     _listed("unmapped", [name for name, _ in _alike((name, "") for name in found.unmapped)])
     _listed("left behind", [f"{item.path}: {item.why}" for item in source.skipped])
     _listed("notes", found.notices)
-    _listed("problems", found.problems)
+    _listed("problems", short_list(found.problems))
 
 
 def show_banks(banks: Banks, as_json: bool) -> None:

@@ -68,7 +68,7 @@ class Banks:
 
     @property
     def config(self) -> dict[str, Any]:
-        return read_json_object(self.config_text, CONFIG)
+        return read_json_object(self.config_text, str(self.path / SOURCE / CONFIG))
 
     @cached_property
     def index_text(self) -> bytes | None:
@@ -80,7 +80,7 @@ class Banks:
         """Shard name -> the header it had in the source, in order."""
         sizes = self.manifest.source["files"]
         return {
-            shard: parse_header((self.path / name).read_bytes(), sizes[shard]["size"], name)
+            shard: parse_header((self.path / name).read_bytes(), sizes[shard]["size"], str(self.path / name))
             for shard, name in ((shard, f"{HEADERS}/{shard}.json") for shard in self.manifest.shards)
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -44,6 +43,7 @@ class Closing:
 
     placements: the rules at every index. aliases: those whose tensor is present. zeros: (tensor, view, ...) to be
     checked. carried: kept verbatim. findings: what does not close; when there are any, nothing else is complete.
+    misshapen: a tensor is of another shape than its rule needs.
     """
 
     placements: tuple[Placement, ...]
@@ -51,6 +51,7 @@ class Closing:
     zeros: tuple[tuple[str, View], ...]
     carried: tuple[CarriedTensor, ...]
     findings: tuple[Finding, ...]
+    misshapen: bool = False
 
 
 def choose_spelling(
@@ -156,7 +157,9 @@ def close(statements: Sequence[Statement], beside: Sequence[Carried], tensors: M
     findings += source_findings(placements, zeros)
     if not findings:
         findings += _mixed_leaves(placements, tensors)
-    return Closing(tuple(placements), tuple(aliases), tuple(regions), tuple(carried), tuple(findings))
+    shapes = ((tensors[place.source].shape, place.source_view.base) for place in placements if place.source in tensors)
+    misshapen = any(found != needed for found, needed in shapes)
+    return Closing(tuple(placements), tuple(aliases), tuple(regions), tuple(carried), tuple(findings), misshapen)
 
 
 def _unmet(rule: Rule, places: Sequence[Placement], tensors: Mapping[str, Logical]) -> list[Finding]:
@@ -164,7 +167,8 @@ def _unmet(rule: Rule, places: Sequence[Placement], tensors: Mapping[str, Logica
     absent = [place.source for place in places if place.source not in tensors]
     if absent:
         fix = "the checkpoint is incomplete, or is not the one its config.json describes"
-        findings.append(Finding(_listed(absent), "nothing", f"shape {list(rule.source_view.base)}", fix))
+        needed = f"shape {list(rule.source_view.base)}"
+        findings += [Finding(f"tensor {name}", "nothing", needed, fix) for name in absent]
     for place in places:
         tensor = tensors.get(place.source)
         if tensor is None:
@@ -199,17 +203,14 @@ def _carried(statements: Sequence[Statement], beside: Sequence[Carried], names: 
 
 
 def _unclaimed(names: Sequence[str]) -> list[Finding]:
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     return [
         Finding(
-            _listed(group),
+            f"tensor {name}",
             "a tensor that no rule reads",
             "only tensors the family knows",
             "remove it if it is not the model's; it is never dropped silently",
         )
-        for group in alike.values()
+        for name in names
     ]
 
 
@@ -229,10 +230,5 @@ def _mixed_leaves(placements: Sequence[Placement], tensors: Mapping[str, Logical
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"tensor{'s' if len(names) > 1 else ''} {shown}{_more(len(names), _SHOWN)}"
-
-
-def _more(count: int, shown: int = 1) -> str:
-    return f" and {count - shown} more" if count > shown else ""
+def _more(count: int) -> str:
+    return f" and {count - 1} more" if count > 1 else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.errors import ConversionError, Finding, FindingsError, within
 from ..families.family import Spelling
 from ..families.rules import Placement, placements, settle
 from ..families.spelling import TEXT_CONFIG
@@ -295,8 +295,11 @@ def _refuse_unknown(banks: Banks, logical: Mapping[str, Logical]) -> None:
 def logical_tensors(banks: Banks) -> Mapping[str, Logical]:
     """The source's logical tensors."""
     stored = _stored(banks)
-    hf_quant = read_hf_quant(banks.path / SOURCE, banks.manifest.side_files)
-    return codec_of(banks.config, hf_quant, stored).group(stored).tensors
+    try:
+        hf_quant = read_hf_quant(banks.path / SOURCE, banks.manifest.side_files)
+        return codec_of(banks.config, hf_quant, stored).group(stored).tensors
+    except ConversionError as error:
+        raise within(str(banks.path / SOURCE), error) from error.__cause__
 
 
 def logical_placements(banks: Banks) -> list[Placement]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dew_core.fields import DecoderFields
-from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.errors import ConversionError, Finding, FindingsError, within
 from ..families.family import Family, Spelling
 from ..families.registry import find
 from ..families.rules import Alias, Carried, Placement, View, leaf_shapes
@@ -228,8 +228,11 @@ def plan_import(
 
 def source_codec(source: Source) -> Codec:
     """The codec of a source. Raises ConversionError when its method is not built, naming some of its tensors."""
-    hf_quant = read_hf_quant(source.root, [item.path for item in source.side_files])
-    return codec_of(source.config, hf_quant, stored_tensors(source))
+    try:
+        hf_quant = read_hf_quant(source.root, [item.path for item in source.side_files])
+        return codec_of(source.config, hf_quant, stored_tensors(source))
+    except ConversionError as error:
+        raise within(source.label, error) from error.__cause__
 
 
 def stored_tensors(source: Source) -> dict[str, Stored]:
@@ -259,9 +262,20 @@ def examine_names(
     spelling, findings = choose_spelling(family, statements, grouping.tensors)
     closing = close(respell_statements(statements, spelling), _beside(source, family), grouping.tensors)
     findings = [*grouping.findings, *findings, *closing.findings]
+    if closing.misshapen:
+        findings[:0] = _sizes_not_stated(family, source, fields)
     if not text_only:
         findings += _broken_promises(source, family)
     return spelling, closing, grouping, findings
+
+
+def _sizes_not_stated(family: Family, source: Source, fields: DecoderFields) -> list[Finding]:
+    """A finding that names the sizes which the config leaves to its class, where the weights are of others."""
+    taken = family.unstated_sizes(source.config, fields)
+    if not taken:
+        return []
+    named = ", ".join(f"{key} ({value} was taken)" for key, value in taken.items())
+    return [Finding("config.json", f"no {named}", "the sizes that the weights have", "state those that are other")]
 
 
 def _tensor_findings(source: Source, family: Family, values: Mapping[str, Any]) -> list[Finding]:

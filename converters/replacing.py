@@ -68,6 +68,7 @@ class Replaceable:
             # What is no such directory may hold a user's own config.json: nothing of it is known.
             text = str(error).partition("\n")[0]
             fault = text.removeprefix(f"{directory.absolute()}").removeprefix(f"{directory}").lstrip(":/ ")
+            fault = fault.removeprefix(f"is not a {self.kind}, ")
 
         def is_known(name: str) -> bool:
             path = directory / name
@@ -80,7 +81,7 @@ class Replaceable:
         if not lost:
             return
         named = f"{', '.join(lost[:SHOWN])}{f' and {len(lost) - SHOWN} more' if len(lost) > SHOWN else ''}"
-        why = f" (it is no whole {self.kind}: {fault})" if fault else ""
+        why = f" (it cannot be read as a {self.kind}: {fault})" if fault else ""
         raise ConversionError(
             f"{called}: replacing it would lose {named}{why}; name another OUT, or move what is yours away"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.errors import ConversionError, Finding, FindingsError, within
 from .hub import is_hub_id, snapshot
 from .remote import RemoteShards
 from .safetensors_files import Header, TensorEntry, is_unicode
@@ -112,6 +112,8 @@ class Source:
         was read."""
         try:
             return self.shards.open(name, self.headers[name], private)
+        except ConversionError as error:
+            raise within(self.label, error) from error.__cause__
         except OSError as error:
             raise ConversionError(f"{self.label}: {name} cannot be read any more ({error.strerror})") from error
 
@@ -183,6 +185,8 @@ def open_source(
         raise ConversionError(f"{text}: no such directory (a hub id looks like org/name){_near(path)}")
     try:
         return _read(text, root, repo, commit, shards or LocalShards(root))
+    except ConversionError as error:
+        raise within(text, error) from error.__cause__
     except OSError as error:
         raise ConversionError(f"{text}: cannot be read ({error})") from error
 

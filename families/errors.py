@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 LONGEST_LINE = 1000
 """The most characters of one line of a message; the middle of a longer one is left out."""
+MOST_LINES = 40
+"""The most lines of findings of one message."""
+_INDEX = re.compile(r"(?<=[._/@])\d+(?=[._/@:])")
+"""The number of a layer, an expert or a bank in the name of a tensor, a parameter or a file."""
 
 
 class ConversionError(Exception):
@@ -41,9 +46,9 @@ class Finding:
 
 
 class FindingsError(ConversionError):
-    """Every finding of one look at a checkpoint, reported together.
+    """Every finding of one look at a checkpoint, reported together: alike ones as one line (`short_list`).
 
-    findings: the findings, in the order they were met.
+    findings: every finding, in the order they were met.
     """
 
     def __init__(self, where: str, findings: Iterable[Finding]) -> None:
@@ -51,4 +56,30 @@ class FindingsError(ConversionError):
         self.findings = tuple(findings)
         count = len(self.findings)
         head = f"{where}: {count} finding{'' if count == 1 else 's'}"
-        super().__init__("\n".join([head, *(f"  {finding}" for finding in self.findings)]))
+        lines = short_list(map(str, self.findings))
+        super().__init__("\n".join([head, *(f"  {line}" for line in lines)]))
+
+
+def short_list(lines: Iterable[str]) -> list[str]:
+    """Findings as lines for people: those that differ only in the number of a layer, an expert or a bank are one line
+    with their count, and past `MOST_LINES` the rest is counted."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(_INDEX.sub("#", line), []).append(line)
+    told = []
+    for alike in groups.values():
+        what, found, rest = alike[0].partition(": found ")
+        told.append(f"{what} and {len(alike) - 1} alike{found}{rest}" if len(alike) > 1 and found else alike[0])
+    if len(told) > MOST_LINES:
+        more = sum(map(len, list(groups.values())[MOST_LINES:]))
+        told[MOST_LINES:] = [f"and {more} more findings; --json lists every one"]
+    return told
+
+
+def within(where: str, error: ConversionError) -> ConversionError:
+    """`error` of something that lies in `where`, said with that in front where it does not begin so already."""
+    if str(error).startswith((f"{where}:", f"{where}/")):
+        return error
+    if isinstance(error, FindingsError):
+        return FindingsError(f"{where}: {error.where}", error.findings)
+    return ConversionError(f"{where}: {error}")

@@ -133,6 +133,20 @@ class Family:
                 findings.append(Finding("the decoder", why, "one that can be built", "correct config.json"))
         return Reading(reading.values, tuple(findings), tuple(notices), complete)
 
+    def unstated_sizes(self, config: Mapping[str, Any], fields: DecoderFields) -> dict[str, int]:
+        """The whole numbers that `config` does not state, and what was read in their place (`fields` is its reading):
+        the class's default, or what follows from other keys. A key whose line has its value from another is left out.
+        """
+        text = self.canonical(config).text
+        sizes = {}
+        for line in self.fields:
+            stated = [text[key] for key in line.keys if key in text]
+            for key, value in line.write(fields).items():
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                if whole and text.get(key) is None and value not in stated:
+                    sizes[key] = value
+        return sizes
+
     def write(self, fields: DecoderFields) -> dict[str, Any]:
         """A text-only config.json for decoder fields, in canonical spelling: what a model that never had one gets."""
         head = {"architectures": [self.architecture], "model_type": self.model_types[0]}

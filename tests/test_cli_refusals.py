@@ -202,7 +202,7 @@ class TestOverwrite:
         (tmp_path / "proj" / "config.json").write_text('{"port": 80}')
         (tmp_path / "proj" / "main.py").write_text("code")
         said = fails("export", banks, "proj", "--overwrite", cwd=tmp_path)
-        assert "proj: replacing it would lose config.json, main.py, .git/ (it is no whole checkpoint" in said
+        assert "proj: replacing it would lose config.json, main.py, .git/ (it cannot be read as a checkpoint: " in said
         assert sorted(path.name for path in (tmp_path / "proj").iterdir()) == [".git", "config.json", "main.py"]
         assert (tmp_path / "proj" / "main.py").read_text() == "code"
 

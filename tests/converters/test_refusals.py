@@ -22,10 +22,10 @@ def test_overwrite_replaces_its_own_kind_alone(source, tmp_path):
     mine = tmp_path / "thesis"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConversionError, match=r"holds files and no dewconv\.json"):
+    with pytest.raises(ConversionError, match=r"would lose thesis\.txt \(.*has no dewconv\.json"):
         import_checkpoint(open_source(source), mine, overwrite=True)
     banks = import_checkpoint(open_source(source), tmp_path / "banks")
-    with pytest.raises(ConversionError, match=r"holds files and no config\.json"):
+    with pytest.raises(ConversionError, match=r"would lose thesis\.txt \(.*has no config\.json"):
         export_checkpoint(banks, mine, overwrite=True)
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
     import_checkpoint(open_source(source), tmp_path / "banks", overwrite=True)
