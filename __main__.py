@@ -6,6 +6,12 @@ import sys
 
 
 def main() -> None:
+    from .signals import end_at_once
+
+    end_at_once()
+    from .streams import open_streams
+
+    open_streams()
     from .cli import run
 
     sys.exit(run(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -14,6 +15,8 @@ from typing import Any
 import click
 
 from . import console
+from .signals import Ended, end_by
+from .streams import ERRORS, OutputError, drop_output
 
 DONE, DIFFERENT, IMPOSSIBLE = 0, 1, 2
 """Exit codes: done and equal; verified and different; could not be done."""
@@ -463,12 +466,10 @@ def run(arguments: Sequence[str]) -> int:
     """The command on `arguments`; returns the exit code. Errors are a line or two on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=ERRORS)
     without_bars(on=not sys.stderr.isatty())
     # A plan is hundreds of thousands of small values that stay; looking for garbage among them finds none.
     gc.set_threshold(50_000, 20, 100)
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _terminate)
     meta: dict[str, Any] = {}
     try:
         with cli.make_context("dewconv", list(arguments)) as context:
@@ -477,10 +478,12 @@ def run(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as exit:
         return exit.exit_code
     except BrokenPipeError:
-        # The reader has what it wanted. Python would complain once more on flushing stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has what it wanted.
+        drop_output()
         return CLOSED_PIPE
     except BaseException as error:
+        if isinstance(error, OutputError):
+            drop_output()
         # What is no usage never got as far as the options that were given with it.
         given = arguments[: arguments.index("--")] if "--" in arguments else arguments
         if meta.get("dewconv.debug") or "--debug" in given:
@@ -492,11 +495,9 @@ def run(arguments: Sequence[str]) -> int:
             _document_error(error, lines)
         for line in lines:
             console.note("\n".join(console.printable(part) for part in line.split("\n")))
+        if isinstance(error, KeyboardInterrupt):
+            end_by(error.number if isinstance(error, Ended) else signal.SIGINT)
         return IMPOSSIBLE
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _lines(error: BaseException) -> list[str]:
@@ -511,6 +512,9 @@ def _lines(error: BaseException) -> list[str]:
         return ["dewconv: interrupted"]
     if _is_ours(error):
         return [f"dewconv: {error}"]
+    if isinstance(error, OutputError):
+        why = "it is closed" if error.errno == errno.EBADF else error.strerror
+        return [f"dewconv: standard output cannot be written: {why}"]
     if isinstance(error, MemoryError):
         return ["dewconv: out of memory"]
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "jinja2", "matplotlib"):
@@ -531,4 +535,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _document_error(error: BaseException, lines: Sequence[str]) -> None:
     found = [vars(finding) for finding in getattr(error, "findings", ())] if _is_ours(error) else []
-    console.document({"error": {"message": "\n".join(lines), "findings": found}})
+    try:
+        console.document({"error": {"message": "\n".join(lines), "findings": found}})
+    except (OutputError, BrokenPipeError):
+        drop_output()

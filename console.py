@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from .parity.render_text import printable
+from .parity.render_text import printable as escaped
+from .signals import tidied
 
 if TYPE_CHECKING:
     from .converters.writing import Progress
@@ -39,6 +40,19 @@ def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
+def printable(value: object) -> str:
+    """`value` as text on one line: control characters are escaped, bytes that are no text read as UTF-8."""
+    return escaped(_decoded(str(value)))
+
+
+def _decoded(text: str) -> str:
+    if text.isascii():
+        return text
+    from .families.errors import decoded
+
+    return decoded(text)
+
+
 def say(line: str = "", end: str = "\n") -> None:
     """A line of the answer, on stdout."""
     sys.stdout.write(line + end)
@@ -58,7 +72,9 @@ def document(value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with the numbers JSON has not (inf, nan) as strings."""
+    """`value` with what JSON has not as strings: inf, nan, bytes that are no text."""
+    if isinstance(value, str):
+        return _decoded(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -97,9 +113,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequenc
 @contextmanager
 def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
     """A progress display on stderr while copying: files, bytes, rate, time left. None when stderr is no terminal or
-    `quiet`. Its argument order is the converters' `Progress`."""
+    `quiet`. Its argument order is the converters' `Progress`. Signals end the block once it has tidied up."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        with tidied():
+            yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -113,7 +130,7 @@ def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
         TimeRemainingColumn(),
     )
     begun: set[str] = set()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with tidied(), Progress(*columns, console=Console(stderr=True), transient=True) as display:
         task = display.add_task(verb, total=None, begun=0, files=files)
 
         def advance(name: str, done: int, total: int) -> None:
@@ -125,15 +142,17 @@ def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
 
 @contextmanager
 def steps(verb: str, quiet: bool) -> Iterator[Callable[[str], None] | None]:
-    """The step under way and the time it takes, on stderr. None when stderr is no terminal or `quiet`."""
+    """The step under way and the time it takes, on stderr. None when stderr is no terminal or `quiet`. Signals end
+    the block once it has tidied up."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        with tidied():
+            yield None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with tidied(), Progress(*columns, console=Console(stderr=True), transient=True) as display:
         task = display.add_task(verb, total=None)
         yield lambda step: display.update(task, description=f"{verb}  {step}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..families.errors import ConversionError, Finding, FindingsError
+from ..families.errors import ConversionError, Finding, FindingsError, decoded
 from ..families.rules import View
 from .banks import Banks, open_banks
 from .checksums import FAST, Checksums, of_bytes, wanted
@@ -185,10 +185,10 @@ def _source_record(source: Source) -> dict[str, Any]:
     names = [CONFIG, *([INDEX] if source.index_text is not None else []), *source.headers]
     names += [item.path for item in source.side_files]
     return {
-        "name": source.repo or source.root.resolve().name,
+        "name": source.repo or decoded(source.root.resolve().name),
         "repo": source.repo,
         "revision": source.commit,
-        "path": str(source.root.resolve()),
+        "path": decoded(str(source.root.resolve())),
         "files": {name: {"size": source.size(name), "etag": source.etag(name)} for name in names},
         "shards": list(source.headers),
         "index": source.index_text is not None,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..families.errors import decoded
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".ot")
 CODE = (".py", ".pyc", ".so", ".sh")
@@ -72,7 +74,9 @@ def survey(directory: Path, but: Sequence[str]) -> tuple[tuple[SideFile, ...], t
         name = path.relative_to(directory).as_posix()
         if name in but:
             continue
-        why = _reason_to_skip(path, roots)
+        # The manifest is UTF-8: it cannot tell such a name.
+        foreign = decoded(name) != name
+        why = "its name is no text in the encoding of this locale" if foreign else _reason_to_skip(path, roots)
         if why is None:
             copied.append(SideFile(name, path.stat().st_size))
         else:

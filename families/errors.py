@@ -25,8 +25,17 @@ class ConversionError(Exception):
         super().__init__("\n".join(map(_plain, text.split("\n"))))
 
 
+def decoded(text: str) -> str:
+    """`text` with the bytes that the encoding of file names did not know (PEP 383) read as UTF-8."""
+
+    def read(run: re.Match[str]) -> str:
+        return run[0].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+    return re.sub("[\udc80-\udcff]+", read, text)
+
+
 def _plain(line: str) -> str:
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in decoded(line))
     if len(shown) <= LONGEST_LINE:
         return shown
     return f"{shown[: LONGEST_LINE * 2 // 3]} … {shown[-LONGEST_LINE // 4 :]}"

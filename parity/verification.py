@@ -266,8 +266,9 @@ def _source_of(
         return open_source(against, None, token, cache_dir, offline)
     record = banks.manifest.source
     path = record.get("path")
-    if path and Path(path).is_dir():
-        source = open_source(path)
+    # The record is UTF-8, whatever the encoding of file names is here.
+    if path and (at := Path(os.fsdecode(path.encode()))).is_dir():
+        source = open_source(at)
         # What was streamed left its weights on the hub.
         if source.has_weights or not record.get("repo"):
             return source

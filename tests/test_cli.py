@@ -283,28 +283,6 @@ class TestImportAndExport:
         if "out" in left:
             assert as_json("diff", source, "out", cwd=tmp_path)["equal"] is True
 
-    def test_terminated_in_the_middle_of_an_import_of_numpy(self, tmp_path: Path) -> None:
-        """numpy cannot be loaded again in one process: to tell what happened, nothing may be."""
-        script = (
-            "import os, signal, sys\n"
-            "class Ending:\n"
-            "    def find_spec(self, name, path=None, target=None):\n"
-            "        if name == 'numpy.lib':\n"
-            "            os.kill(os.getpid(), signal.SIGTERM)\n"
-            "sys.meta_path.insert(0, Ending())\n"
-            "from dewconv.cli import run\n"
-            "sys.exit(run(sys.argv[1:]))\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, "import", str(TINY), "out", "--json"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stderr) == (2, "dewconv: interrupted\n")
-        assert json.loads(done.stdout) == {"error": {"message": "dewconv: interrupted", "findings": []}}
-        assert list(tmp_path.iterdir()) == []
-
 
 class TestInspect:
     def test_what_it_says(self, tmp_path: Path) -> None:
