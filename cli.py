@@ -154,12 +154,13 @@ def import_command(
         refuse_below_gate(plan)
     name = (plan.source.repo or plan.source.root.resolve().name).rpartition("/")[2]
     target = out if out is not None else f"{name}-banks"
+    idle = without_effect(plan, text_only, quantized)
     if dry_run:
-        return show_plan(plan, target, as_json)
+        return show_plan(plan, target, idle, quiet, as_json)
     inexact = [f"the export will not be byte-exact: {reason}" for reason in plan.inexact]
-    tell(plan.warnings, () if quiet else [*plan.notices, *inexact, *unfinished(target, resume)])
+    tell(plan.warnings, () if quiet else [*plan.notices, *idle, *inexact, *unfinished(target, resume)])
     clock = console.Clock()
-    with console.progress("import", len(plan.layout.banks()) + bool(plan.carried), quiet) as progress:
+    with console.progress("import", plan.file_bytes, quiet) as progress:
         banks = plan.run(target, overwrite=overwrite, sha256=sha256, resume=resume, progress=progress)
     copied = console.Copied(plan.bank_bytes, len(banks.headers), clock.seconds)
     if as_json:
@@ -175,7 +176,7 @@ def import_command(
                 "carried": len(plan.carried),
                 "side_files": [item.path for item in plan.source.side_files],
                 "warnings": list(plan.warnings),
-                "notices": list(plan.notices),
+                "notices": [*plan.notices, *idle],
             }
         )
     elif not quiet:
@@ -183,10 +184,24 @@ def import_command(
     return DONE
 
 
-def show_plan(plan: Any, target: str, as_json: bool) -> int:
-    """The import plan: a row per stored tensor."""
+def without_effect(plan: Any, text_only: bool, quantized: str) -> list[str]:
+    """A line for each option that changes nothing about this checkpoint."""
+    lines = []
+    if text_only and not plan.wrapped:
+        lines.append("--text-only changes nothing: the checkpoint is a decoder alone")
+    if quantized == "decode" and plan.quantized is None:
+        lines.append("--quantized decode changes nothing: no tensor of the checkpoint is quantised")
+    return lines
+
+
+def show_plan(plan: Any, target: str, idle: Sequence[str], quiet: bool, as_json: bool) -> int:
+    """The import plan: a row per stored tensor; quiet, its warnings alone."""
     if as_json:
-        console.document({"out": target, **plan.to_json()})
+        known = plan.to_json()
+        console.document({"out": target, **known, "notices": [*known["notices"], *idle]})
+        return DONE
+    if quiet:
+        tell(plan.warnings, ())
         return DONE
     rows = []
     for tensor in plan.layout.tensors:
@@ -197,7 +212,7 @@ def show_plan(plan: Any, target: str, as_json: bool) -> int:
     rows += [("alias", item.name, "", "", f"equal to {item.of}") for item in plan.aliases]
     rows += [("left", name, "", "", "beside the decoder") for name in plan.left]
     console.table(("bank", "key", "dtype", "shape", "from"), rows)
-    tell(plan.warnings, plan.notices)
+    tell(plan.warnings, [*plan.notices, *idle])
     for reason in plan.inexact:
         console.say(f"the export will not be byte-exact: {reason}")
     files = len(plan.layout.banks()) + bool(plan.carried)
@@ -251,7 +266,8 @@ def export_command(
     if not quiet:
         tell((), [*plan.notices, *unfinished(out, resume)])
     clock = console.Clock()
-    with console.progress("export", len(plan.headers), quiet) as progress:
+    sizes = {name: header.data_bytes for name, header in plan.headers.items()}
+    with console.progress("export", sizes, quiet) as progress:
         run_export(plan, out, overwrite=overwrite, resume=resume, progress=progress)
     copied = console.Copied(plan.weight_bytes, len(plan.headers), clock.seconds)
     if as_json:
@@ -342,6 +358,9 @@ def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: 
     from .show import show_banks, show_inspection
 
     if is_bank_directory(Path(source).expanduser()):
+        for name, given in (("bank-layers", bank_layers), ("revision", hub["revision"]), ("stream", hub["stream"])):
+            if given:
+                raise click.UsageError(f"--{name} is for a checkpoint; {source} holds banks, laid out as they are.")
         show_banks(open_banks(source), as_json)
         return DONE
     found = inspect_source(open_source(source, **hub), bank_layers)

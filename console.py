@@ -111,7 +111,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequenc
 
 
 @contextmanager
-def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
+def progress(verb: str, files: Mapping[str, int], quiet: bool) -> Iterator[Progress | None]:
     """A progress display on stderr while copying: files, bytes, rate, time left. None when stderr is no terminal or
     `quiet`. Its argument order is the converters' `Progress`. Signals end the block once it has tidied up."""
     if quiet or not sys.stderr.isatty():
@@ -124,18 +124,21 @@ def progress(verb: str, files: int, quiet: bool) -> Iterator[Progress | None]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[begun]}/{task.fields[files]} files"),
+        TextColumn("{task.fields[whole]}/{task.fields[files]} files"),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    begun: set[str] = set()
+    left, copied = dict(files), 0
     with tidied(), Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        task = display.add_task(verb, total=None, begun=0, files=files)
+        task = display.add_task(verb, total=None, whole=0, files=len(files))
 
         def advance(name: str, done: int, total: int) -> None:
-            begun.add(name)
-            display.update(task, completed=done, total=total, begun=len(begun))
+            nonlocal copied
+            left[name] -= done - copied
+            copied = done
+            whole = sum(size <= 0 for size in left.values())
+            display.update(task, completed=done, total=total, whole=whole)
 
         yield advance
 

@@ -43,7 +43,7 @@ class Closing:
 
     placements: the rules at every index. aliases: those whose tensor is present. zeros: (tensor, view, ...) to be
     checked. carried: kept verbatim. findings: what does not close; when there are any, nothing else is complete.
-    misshapen: a tensor is of another shape than its rule needs.
+    misshapen: a tensor is of another shape than its rule needs. notices: what is carried of the decoder's own.
     """
 
     placements: tuple[Placement, ...]
@@ -52,6 +52,7 @@ class Closing:
     carried: tuple[CarriedTensor, ...]
     findings: tuple[Finding, ...]
     misshapen: bool = False
+    notices: tuple[str, ...] = ()
 
 
 def choose_spelling(
@@ -159,7 +160,15 @@ def close(statements: Sequence[Statement], beside: Sequence[Carried], tensors: M
         findings += _mixed_leaves(placements, tensors)
     shapes = ((tensors[place.source].shape, place.source_view.base) for place in placements if place.source in tensors)
     misshapen = any(found != needed for found, needed in shapes)
-    return Closing(tuple(placements), tuple(aliases), tuple(regions), tuple(carried), tuple(findings), misshapen)
+    return Closing(
+        tuple(placements),
+        tuple(aliases),
+        tuple(regions),
+        tuple(carried),
+        tuple(findings),
+        misshapen,
+        _carried_notices(statements, [item.name for item in carried]),
+    )
 
 
 def _unmet(rule: Rule, places: Sequence[Placement], tensors: Mapping[str, Logical]) -> list[Finding]:
@@ -200,6 +209,14 @@ def _carried(statements: Sequence[Statement], beside: Sequence[Carried], names: 
                 carried.append(CarriedTensor(name, item.why, wrapper))
                 break
     return carried
+
+
+def _carried_notices(statements: Iterable[Statement], names: Sequence[str]) -> tuple[str, ...]:
+    met: dict[str, int] = {}
+    for item in statements:
+        if isinstance(item, Carried) and item.told and any(name.startswith(item.prefix) for name in names):
+            met[item.told] = met.get(item.told, 0) + 1
+    return tuple(f"{count} {told} are carried for export and not computed" for told, count in met.items())
 
 
 def _unclaimed(names: Sequence[str]) -> list[Finding]:

@@ -42,6 +42,10 @@ from .writing import FileJob, Progress, raw_part, write_files
 
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The shard size of a layout that has to be made anew (transformers 5.24 `save_pretrained`)."""
+UNCHECKED = (
+    "the manifest has no checksums of the files beside the weights (config, tokenizer, headers), so they are not "
+    "known to be the source's own"
+)
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -163,8 +167,12 @@ def plan_export(
         config=config,
         index=index,
         side_files=tuple(name for name in banks.manifest.side_files if name not in left),
-        exact=whole and not banks.manifest.inexact and config == banks.config_text,
-        notices=(*banks.manifest.inexact, *((f"{count} matrices are cast to {chosen}",) if cast and count else ())),
+        exact=whole and not banks.manifest.inexact and config == banks.config_text and bool(banks.manifest.beside),
+        notices=(
+            *banks.manifest.inexact,
+            *((f"{count} matrices are cast to {chosen}",) if cast and count else ()),
+            *(() if banks.manifest.beside else (UNCHECKED,)),
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from ..families.errors import ConversionError, Finding
+from ..families.fields import shown
 from .codecs import Grouping, Logical, Stored, assemble_groups, weight_schemes
 from .decoding import FP8
 from .grains import grid
@@ -135,7 +136,7 @@ def _names(record: Mapping[str, Any], key: str) -> Sequence[str]:
     if stated is None:
         return ()
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
-        raise ConversionError(f"config.json: quantization_config has {key} {stated!r:.80}; a list of names is needed")
+        raise ConversionError(f"config.json: quantization_config has {key} {shown(stated)}; a list of names is needed")
     return stated
 
 
@@ -150,7 +151,7 @@ def fp8_codec(record: Mapping[str, Any]) -> Fp8 | None:
     if method == "fp8":
         form = record.get("fmt", "e4m3")
         if form not in ("e4m3", "float8_e4m3fn"):
-            raise ConversionError(f"config.json: quantization_config has fmt {form!r}; only e4m3 is supported")
+            raise ConversionError(f"config.json: quantization_config has fmt {shown(form)}; only e4m3 is supported")
         size = record.get("weight_block_size")
         if size is None:
             return Fp8(None, ("tensor", "channel"), listed)
@@ -190,7 +191,9 @@ def _block(value: Any, key: str) -> tuple[int, int]:
         and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value)
     )
     if not fits:
-        raise ConversionError(f"config.json: quantization_config has {key} {value!r}; two sizes above 0 are needed")
+        raise ConversionError(
+            f"config.json: quantization_config has {key} {shown(value)}; two sizes above 0 are needed"
+        )
     return int(value[0]), int(value[1])
 
 

@@ -145,7 +145,7 @@ def inspect_source(source: Source, bank_layers: int | None = None) -> Inspection
         model_type=model_type,
         largest=None if largest is None else (largest.name, largest.entry.nbytes),
         problems=tuple(problems),
-        notices=(*source.notices, *reading.notices),
+        notices=(*source.notices, *reading.notices, *found.pop("notices", ())),
         **found,
     )
 
@@ -180,6 +180,7 @@ def _tensors(source: Source, family: Family, fields: DecoderFields, problems: li
     claimed |= {alias.name for alias in closing.aliases} | {item.name for item in closing.carried}
     return {
         "rules": tuple(_line(item) for item in settled if isinstance(item, Rule)),
+        "notices": closing.notices,
         "aliases": closing.aliases,
         "carried": carried_parts(closing, grouping.tensors),
         "unmapped": tuple(name for name in grouping.tensors if name not in claimed),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..families.errors import ConversionError, Finding
+from ..families.fields import shown
 from .codecs import Grouping, Logical, Stored, assemble_groups, weight_schemes
 from .decoding import INT4, NIBBLES
 
@@ -101,7 +102,9 @@ def int4_codec(record: Mapping[str, Any]) -> Int4 | None:
     if any(other != size for other in sizes):
         raise ConversionError(f"config.json: quantization_config has several group sizes: {sorted(map(str, sizes))}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % NIBBLES):
-        raise ConversionError(f"config.json: quantization_config has group_size {size!r}; a multiple of 8 is needed")
+        raise ConversionError(
+            f"config.json: quantization_config has group_size {shown(size)}; a multiple of 8 is needed"
+        )
     return Int4(size)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, FindingsError
 from ..families.family import Spelling
+from ..families.fields import shown
 from .checksums import Checksums
 from .layout import beside_files
 from .manifest_checks import AGAIN, manifest_findings
@@ -120,12 +121,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise ConversionError(f"{directory}: is not a bank directory, it has no {MANIFEST}")
     value = read_json_object(path.read_bytes(), str(path))
     if value.get("format") != FORMAT:
-        raise ConversionError(f"{path}: format is {value.get('format')!r:.80}, not {FORMAT!r}; {AGAIN}")
+        raise ConversionError(f"{path}: format is {shown(value.get('format'))}, not {FORMAT!r}; {AGAIN}")
     version = value.get("version")
     if version != VERSION or isinstance(version, bool):
         newer = isinstance(version, int) and version > VERSION
         raise ConversionError(
-            f"{path}: has format version {version!r:.80}, this dewconv reads {VERSION}; "
+            f"{path}: has format version {shown(version)}, this dewconv reads {VERSION}; "
             + ("use a newer dewconv" if newer else AGAIN)
         )
     value = {"quantized": None, "coded": {}, **value}  # not in manifests of the first imports

@@ -15,12 +15,13 @@ import numpy as np
 from ..dew_core.fields import DecoderFields
 from ..families.errors import ConversionError, Finding, FindingsError, within
 from ..families.family import Family, Spelling
+from ..families.fields import shown
 from ..families.registry import find
 from ..families.rules import Alias, Carried, Placement, View, leaf_shapes
 from .closing import CarriedTensor, Closing, choose_spelling, close, refuse_too_many, respell_statements
 from .codecs import Codec, Grouping, Logical, Stored
 from .dtypes import FLOATS, is_float, nbytes
-from .layout import Layout, Leaf, file_name, is_part, lay_out_leaves
+from .layout import CARRIED, Layout, Leaf, file_name, is_part, lay_out_leaves
 from .parts import Coding, expand
 from .quantisation import MODES, codec_of, read_hf_quant
 from .shards import ShardFile
@@ -88,9 +89,22 @@ class ImportPlan:
     notices: tuple[str, ...]
 
     @property
+    def wrapped(self) -> bool:
+        """Whether the decoder is the text half of a wrapper."""
+        return is_wrapped(self.source)
+
+    @property
     def bank_bytes(self) -> int:
         """Bytes of the bank tensors, the carried ones included."""
         return sum(t.nbytes for t in self.layout.tensors) + self.carried_bytes
+
+    @property
+    def file_bytes(self) -> dict[str, int]:
+        """Bank file -> bytes of its tensors."""
+        sizes = {file_name(bank): 0 for bank in self.layout.banks()}
+        for tensor in self.layout.tensors:
+            sizes[file_name(tensor.bank)] += tensor.nbytes
+        return sizes | ({file_name(CARRIED): self.carried_bytes} if self.carried else {})
 
     @property
     def carried_bytes(self) -> int:
@@ -158,7 +172,7 @@ def find_family(source: Source) -> tuple[Family, str]:
     """(family, model_type) of a source. Raises ConversionError when its model_type is absent or not registered."""
     model_type = source.config.get("model_type")
     if not isinstance(model_type, str):
-        found = "no model_type" if model_type is None else f"the model_type {model_type!r:.80}"
+        found = "no model_type" if model_type is None else f"the model_type {shown(model_type)}"
         raise ConversionError(f"{source.label}: config.json has {found}, so the family is not known")
     try:
         return find(model_type), model_type
@@ -208,7 +222,7 @@ def plan_import(
             )
     if warnings:
         spelling, closing, grouping = close_source(source, family, fields, codec, text_only)
-    notices = (*reading.notices, *grouping.notices)
+    notices = (*reading.notices, *closing.notices, *grouping.notices)
     return _assemble(
         source,
         family,

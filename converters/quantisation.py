@@ -8,6 +8,7 @@ from typing import Any
 
 from ..families.errors import ConversionError
 from ..families.family import Spelling
+from ..families.fields import shown
 from ..families.spelling import TEXT_CONFIG
 from .codecs import Codec, Plain, Stored
 from .dtypes import FLOATS
@@ -38,7 +39,7 @@ def record_of(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None = No
             if record is None:
                 continue
             if not isinstance(record, Mapping):
-                raise ConversionError(f"config.json: {key} is {record!r}, not an object")
+                raise ConversionError(f"config.json: {key} is {shown(record)}, not an object")
             found.append(record)
     if any(record != found[0] for record in found):
         raise ConversionError(

@@ -245,6 +245,10 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None, files: S
     roots = allowed_roots(root)
     config_path = root / CONFIG
     if not _stands(config_path):
+        if (root / "dewconv.json").is_file():
+            raise ConversionError(
+                f"{label}: is a bank directory; give a checkpoint directory (dewconv export makes one of banks)"
+            )
         raise ConversionError(f"{label}: has no {CONFIG}; give a Hugging Face checkpoint directory")
     _refuse_unreadable(config_path, roots, label)
     config_text = config_path.read_bytes()

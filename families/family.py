@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.refusals import unbuildable
 from .errors import Finding, FindingsError
-from .fields import Line, Reading, read_lines, write_lines
+from .fields import Line, Reading, read_lines, shown, write_lines
 from .rules import Carried, Statement
-from .spelling import Canonical, KindRope, canonical, respell
+from .spelling import TEXT_CONFIG, Canonical, KindRope, canonical, respell
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ class Family:
 
     def examine(self, config: Mapping[str, Any]) -> Reading:
         """What the first table makes of a config.json, findings and all: what `read` does without raising."""
+        foreign = self._no_wrapper(config)
+        if foreign is not None:
+            rest = self.examine({key: value for key, value in config.items() if key != TEXT_CONFIG})
+            return replace(rest, findings=(foreign, *rest.findings), complete=False)
         spelled = self.canonical(config)
         reading = read_lines(self.fields, spelled.text)
         findings, notices = [*spelled.conflicts, *reading.findings], list(reading.notices)
@@ -125,6 +129,7 @@ class Family:
             outer = read_lines(self.wrapper.fields, spelled.wrapper)
             findings += outer.findings
             notices += outer.notices
+        findings += self._other_classes(spelled)
         complete = reading.complete and not spelled.conflicts
         if complete and not findings:
             why = unbuildable(DecoderFields(**reading.values))
@@ -132,6 +137,28 @@ class Family:
                 complete = False
                 findings.append(Finding("the decoder", why, "one that can be built", "correct config.json"))
         return Reading(reading.values, tuple(findings), tuple(notices), complete)
+
+    def _no_wrapper(self, config: Mapping[str, Any]) -> Finding | None:
+        """A finding for a `text_config` beside the model_type of a text-only config."""
+        if not isinstance(config.get(TEXT_CONFIG), Mapping) or config.get("model_type") not in self.model_types:
+            return None
+        needed = f"no such key: a config of model_type {shown(config['model_type'])} is no wrapper of another"
+        return Finding(f"config key {TEXT_CONFIG!r}", shown(config[TEXT_CONFIG]), needed, "remove it")
+
+    def _other_classes(self, spelled: Canonical) -> list[Finding]:
+        """A finding for `architectures` that name another class than the one whose computation this family is: another
+        head computes something else from the same decoder. Underscores are spelled either way (Kimi K2.5)."""
+        known = [self.architecture, *([self.wrapper.architecture] if self.wrapper is not None else [])]
+        names = {name.replace("_", "") for name in known}
+        findings = []
+        for part in (spelled.wrapper, spelled.text):
+            stated = part.get("architectures")
+            listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
+            if stated is None or (listed and all(name.replace("_", "") in names for name in stated)):
+                continue
+            needed, fix = f"a list of {' or '.join(known)}", "another class computes something else; not supported"
+            findings.append(Finding("config key 'architectures'", shown(stated), needed, fix))
+        return findings
 
     def unstated_sizes(self, config: Mapping[str, Any], fields: DecoderFields) -> dict[str, int]:
         """The whole numbers that `config` does not state, and what was read in their place (`fields` is its reading):
@@ -162,4 +189,4 @@ class Family:
 
 def _foreign(model_type: object, family: Family) -> Finding:
     needed = " or ".join((*family.model_types, *(family.wrapper.model_types if family.wrapper else ())))
-    return Finding("config key 'model_type'", repr(model_type), needed, f"the {family.name} family reads no other")
+    return Finding("config key 'model_type'", shown(model_type), needed, f"the {family.name} family reads no other")

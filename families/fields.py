@@ -6,6 +6,7 @@ change the computation. An unset key takes the config class's documented default
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ class Unreadable(Exception):
 
 
 def shown(value: Any) -> str:
-    """A config's value in a message: as JSON readers know it, cut where it is long."""
-    text = repr(value)
+    """A config's value in a message: as JSON writes it (a text in single quotes), cut where it is long."""
+    try:
+        text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, or a value that JSON has not
+        text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -145,7 +149,7 @@ def fixed(key: str, value: Any, why: str) -> Line:
 
     def read(config: Config) -> Mapping[str, Any]:
         if key in config and (config[key] != value or isinstance(config[key], bool) != isinstance(value, bool)):
-            raise Unreadable(key, config[key], repr(value), why)
+            raise Unreadable(key, config[key], shown(value), why)
         return {}
 
     return Line((key,), read, lambda fields: {key: value}, why)

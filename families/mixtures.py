@@ -168,17 +168,14 @@ def depths(config: Config) -> int:
 
 
 def prediction_depths() -> Line:
-    """The count of prediction-depth layers, which are carried and not computed."""
+    """The count of prediction-depth layers, which are carried where a file holds them (transformers saves none) and not
+    computed."""
 
     def read(config: Config) -> Mapping[str, Any]:
         depths(config)
         return {}
 
-    def notice(config: Config) -> str | None:
-        found = depths(config)
-        return f"{found} prediction-depth layer(s) are carried for export and not computed" if found else None
-
-    return via(DEPTHS, read, lambda d: {}, "carried", notice)
+    return via(DEPTHS, read, lambda d: {}, "carried")
 
 
 def carried_depths(layers: int) -> Callable[[Config], Iterator[Carried]]:
@@ -188,6 +185,7 @@ def carried_depths(layers: int) -> Callable[[Config], Iterator[Carried]]:
     def carried(config: Config) -> Iterator[Carried]:
         last = value_of(config, "num_hidden_layers", layer_count, layers)
         for index in range(last, last + depths(config)):
-            yield Carried(f"model.layers.{index}.", "a prediction-depth layer, which the decoder does not compute")
+            why = "a prediction-depth layer, which the decoder does not compute"
+            yield Carried(f"model.layers.{index}.", why, "prediction-depth layer(s)")
 
     return carried

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dew_core.fields import DecoderFields
 from ..dew_core.records import LayerKind, RopeScaling, YarnScaling
-from .fields import Config, Line, Unreadable, count, flag, number, optional, positive, value_of, via
+from .fields import Config, Line, Unreadable, count, flag, number, optional, positive, shown, value_of, via
 
 KEY = "rope_parameters"
 
@@ -29,6 +29,8 @@ _MEMBERS = {
     ),
 }
 
+ROPE_TYPES = tuple(_MEMBERS)
+"""The rope types that can be computed."""
 
 PARTIAL = "partial_rotary_factor"
 
@@ -122,7 +124,7 @@ def partial_rope(default_factor: float, default_theta: float = 10000.0) -> Line:
         params = dict(value_of(config, KEY, _mapping, {}))
         inside, outside = params.pop(PARTIAL, None), config.get(PARTIAL)
         if inside is not None and outside is not None and inside != outside:
-            raise Unreadable(PARTIAL, outside, f"{inside!r}, as in {KEY}")
+            raise Unreadable(PARTIAL, outside, f"{shown(inside)}, as in {KEY}")
         factor = next((value for value in (inside, outside) if value is not None), default_factor)
         if positive(PARTIAL, factor) > 1:
             raise Unreadable(PARTIAL, factor, "a fraction of the head")

@@ -262,10 +262,12 @@ class Alias:
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors whose names start with `prefix` are kept verbatim for export and not computed with."""
+    """Tensors whose names start with `prefix` are kept verbatim for export and not computed with. told: what they are
+    in the notice that counts those of the file; without it there is none."""
 
     prefix: str
     why: str
+    told: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import Finding
 from .fields import is_finite, shown
+from .rope import ROPE_TYPES
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 """The top-level keys that spell rotary positions."""
@@ -119,6 +120,8 @@ def _rope(text: dict[str, Any], kind_rope: KindRope | None, conflicts: list[Find
         for key, value in scaling.items():
             if target.setdefault(key, value) != value:
                 conflicts.append(_conflict(key, "rope_parameters", target[key], "rope_scaling", value))
+                if key == "rope_type" and value not in ROPE_TYPES:
+                    conflicts.append(_unfit("rope_scaling.rope_type", value, f"one of {', '.join(ROPE_TYPES)}"))
     _fill(target, "rope_theta", stated, "rope_theta", conflicts)
     if kind_rope is not None and parts is not None:
         _fill(parts.setdefault(kind_rope.local, {}), "rope_theta", stated, kind_rope.local_theta, conflicts)

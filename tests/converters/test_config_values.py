@@ -9,6 +9,7 @@ from dewconv.converters.inspection import inspect_source
 from dewconv.converters.plan import find_family, source_codec
 from dewconv.converters.source import open_source
 from dewconv.families import ConversionError, find
+from dewconv.families.fields import shown
 from dewconv.families.registry import families
 
 WRONG = ("words", [], [1], {}, {"a": 1}, True, -1, 0.5, 10**30, 10**400, float("inf"), float("nan"), None)
@@ -58,7 +59,9 @@ def test_a_wrong_type_is_told_by_its_key_or_changes_nothing(family, tmp_path):
                     assert not any(phrase in problem for phrase in INTERNAL), told
                     assert len(problem) < 1000, told
                 if isinstance(value, float) and value != value:
-                    assert problems == ["config.json: holds NaN, which is no value a config can have"], told
+                    assert problems == [f"{tmp_path}: config.json: holds NaN, which is no value a config can have"], (
+                        told
+                    )
                 elif problems:
                     # A member of the old rope_scaling is named as transformers 5 spells it.
                     names = {*path, *(("rope_parameters",) if "rope_scaling" in path else ())}
@@ -94,7 +97,7 @@ def test_what_is_needed_is_said(tiny, tmp_path, key, value, needed):
             config.pop(other, None)
     _, problems = looked_at(tmp_path, {**config, key: value})
     assert len(problems) == 1
-    assert problems[0].startswith(f"config key {key!r}: found {value!r}, needed ")
+    assert problems[0].startswith(f"config key {key!r}: found {shown(value)}, needed ")
     assert needed in problems[0]
 
 

@@ -53,7 +53,7 @@ def test_a_released_config_closes(path):
     fields, notices = family.read(config)
     assert family.rewrite(config, fields) == config
     assert family.read(family.write(fields))[0] == fields
-    said = "YaRN" if family.name == "olmo3" else "prediction-depth" if config.get("num_nextn_predict_layers") else None
+    said = "YaRN" if family.name == "olmo3" else None
     assert len(notices) == (0 if said is None else 1)
     assert said is None or said in notices[0]
 
