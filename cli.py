@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from . import console
+from .options import Finite, Whole, given, seed_option, text
 from .signals import Ended, end_by
 from .streams import ERRORS, OutputError, drop_output
 
@@ -24,6 +25,8 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 """The exit code of a command whose reader went away."""
 STORED_DTYPES = ("keep", "bfloat16", "float16", "float32")
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+MOST_TOKENS = 2**30
+"""The most tokens a generation may be asked for: positions are 32-bit integers."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
@@ -43,7 +46,7 @@ def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
         return keep
 
     def decorate(function: Callable[..., int]) -> click.Command:
-        for key, flag, text in (
+        for key, flag, says in (
             ("debug", "--debug", "Show the traceback of an error."),
             ("json", "--json", "Print one JSON document and nothing else on stdout."),
         ):
@@ -54,7 +57,7 @@ def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
                 is_eager=True,
                 expose_value=key == "json",
                 callback=note(key),
-                help=text,
+                help=says,
             )
             function = option(function)
         return cli.command(name)(function)
@@ -67,8 +70,13 @@ def hub_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--offline", is_flag=True, help="Use the local cache alone."),
         click.option("--cache-dir", type=click.Path(file_okay=False), help="The hub cache (default: HF_HOME's)."),
-        click.option("--token", metavar="TOKEN", help="A hub token (default: HF_TOKEN, or the one logged in with)."),
-        click.option("--revision", metavar="REV", help="A branch, tag or commit of a hub id."),
+        click.option(
+            "--token",
+            metavar="TOKEN",
+            callback=text,
+            help="A hub token (default: HF_TOKEN, or the one logged in with).",
+        ),
+        click.option("--revision", metavar="REV", callback=text, help="A branch, tag or commit of a hub id."),
     ):
         function = option(function)
     return function
@@ -110,7 +118,7 @@ resume_option = click.option("--resume", is_flag=True, help="Keep what is done w
 @click.argument("out", required=False, type=click.Path(), callback=named)
 @hub_options
 @click.option("--dtype", type=click.Choice(STORED_DTYPES), default="keep", help="Cast matrices (default: keep).")
-@click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
+@click.option("--bank-layers", type=Whole(min=1), metavar="N", help="The most layers of one bank.")
 @click.option("--text-only", is_flag=True, help="Leave what is beside a wrapper's decoder behind.")
 @click.option(
     "--quantized",
@@ -304,9 +312,9 @@ def known_checks(context: click.Context, parameter: click.Parameter, value: str 
 @click.option("--family", metavar="NAME", help="Verify a tiny variant of a family, in place of a TARGET.")
 @click.option("--variant", metavar="V", help="Which variant (default: the family's first).")
 @click.option("--checks", metavar="LIST", callback=known_checks, help="Some of the checks, separated by commas.")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Length of the probe.")
-@click.option("--prompt", metavar="TEXT", help="Probe with a text in place of drawn tokens.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn tokens and weights.")
+@click.option("--tokens", type=Whole(min=1), metavar="N", help="Length of the probe.")
+@click.option("--prompt", metavar="TEXT", callback=text, help="Probe with a text in place of drawn tokens.")
+@seed_option("Of the drawn tokens and weights.")
 @click.option("--dtype", type=click.Choice(COMPUTE_DTYPES), help="Compare in this dtype alone.")
 @click.option("--report", metavar="DIR", type=click.Path(file_okay=False), help="Write report.json, .md and .html.")
 @quiet_option
@@ -346,7 +354,7 @@ def verify_command(
 @click.argument("source", callback=named)
 @hub_options
 @stream_option
-@click.option("--bank-layers", type=click.IntRange(min=1), metavar="N", help="The most layers of one bank.")
+@click.option("--bank-layers", type=Whole(min=1), metavar="N", help="The most layers of one bank.")
 def inspect_command(source: str, bank_layers: int | None, as_json: bool, **hub: Any) -> int:
     """Say what a checkpoint is: family, decoder, layer runs, rules, sizes. Reads headers alone.
 
@@ -403,13 +411,13 @@ def diff_command(a: str, b: str, show_all: bool, read_all: bool, as_json: bool, 
 @command("generate")
 @click.argument("banks", callback=named)
 @hub_options
-@click.option("--prompt", required=True, help="The text to go on from.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 takes the likeliest token.")
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw from the K likeliest tokens.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Draw from the likeliest P.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given again.")
+@click.option("--prompt", required=True, metavar="TEXT", callback=text, help="The text to go on from.")
+@click.option("--max-new-tokens", type=Whole(1, MOST_TOKENS), default=64, show_default=True, metavar="N")
+@click.option("--temperature", type=Finite(min=0), default=0.0, metavar="T", help="0 takes the likeliest token.")
+@click.option("--top-k", type=Whole(min=1), metavar="K", help="Draw from the K likeliest tokens.")
+@click.option("--top-p", type=Finite(0, 1, min_open=True), metavar="P", help="Draw from the likeliest P.")
+@seed_option("Of the draws.")
+@click.option("--stop", multiple=True, metavar="TEXT", callback=text, help="End before this text; may be given again.")
 @click.option("--dtype", type=click.Choice(COMPUTE_DTYPES), help="Compute dtype (default: float32 on a CPU).")
 @quiet_option
 def generate_command(
@@ -432,7 +440,10 @@ def generate_command(
     """
     from .completion import complete
 
-    write = None if as_json else lambda text: console.say(console.shown(text), end="")
+    idle = given(click.get_current_context(), "top_k", "top_p", "seed") if temperature == 0 else []
+    if idle and not quiet:
+        console.note(f"note: no effect at temperature 0, which takes the likeliest token: {', '.join(idle)}")
+    write = None if as_json else lambda piece: console.say(console.shown(piece), end="")
     done = complete(
         banks,
         prompt,
@@ -444,6 +455,7 @@ def generate_command(
         stop=stop,
         dtype=dtype,
         write=write,
+        tell=None if quiet else lambda line: console.note(f"note: {line}"),
         **hub,
     )
     if as_json:
@@ -487,6 +499,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ERRORS)
     without_bars(on=not sys.stderr.isatty())
+    # Else JAX adds a note about its traceback to every error.
+    os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     # A plan is hundreds of thousands of small values that stay; looking for garbage among them finds none.
     gc.set_threshold(50_000, 20, 100)
     meta: dict[str, Any] = {}
@@ -534,7 +548,9 @@ def _lines(error: BaseException) -> list[str]:
     if isinstance(error, OutputError):
         why = "it is closed" if error.errno == errno.EBADF else error.strerror
         return [f"dewconv: standard output cannot be written: {why}"]
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (
+        type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED")
+    ):
         return ["dewconv: out of memory"]
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "jinja2", "matplotlib"):
         extra = "verify" if error.name in ("torch", "transformers") else "report"

@@ -81,13 +81,15 @@ def complete(
     stop: Sequence[str] = (),
     dtype: str | None = None,
     write: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> Completion:
-    """Continue `prompt` with `target`, handing the prompt and then the text to `write` as it comes.
+    """Continue `prompt` with `target`, handing the prompt and then the text to `write` as it comes, and what is worth
+    saying about it to `tell`.
 
     target: a bank directory, a checkpoint directory or a hub id (`hub`: `open_source`'s options). The text ends at
     an id that the checkpoint's generation config names, before one of `stop`, or after `max_new_tokens`. Raises
-    ConversionError when there is no tokenizer or the prompt gives no token the decoder knows.
+    ConversionError when there is no tokenizer, the prompt gives no token the decoder knows, or logits are not finite.
     """
     root, beside = _opened(target, **hub)
     tokenizer = open_tokenizer(beside)
@@ -103,6 +105,12 @@ def complete(
     clock = Clock()
     model, variables = load(root)
     _refuse_foreign(ids, model.vocab_size, beside)
+    reach = len(ids) + max_new_tokens
+    if tell is not None and reach > model.max_seq_len:
+        tell(
+            f"the prompt and {max_new_tokens} new tokens come to {reach}; the config states {model.max_seq_len} "
+            "(max_position_embeddings), and past that the text may get worse"
+        )
     model, variables = decoding_variables(model, variables, None if dtype is None else jnp.dtype(dtype))
     load_seconds = clock.seconds
     if write is not None:
@@ -112,7 +120,7 @@ def complete(
     times: list[float] = []
     finished = "length"
     clock = Clock()
-    for chunk in stream(
+    chunks = stream(
         model,
         variables,
         np.asarray([ids], np.int32),
@@ -122,17 +130,22 @@ def complete(
         top_p=top_p,
         stop_ids=ends,
         rng=jax.random.key(seed),
-    ):
-        times.append(clock.seconds)
-        tokens += chunk[0].tolist()
-        if tokens[-1] in ends:
-            finished = "eos"
-        settled = text.feed(chunk[0].tolist())
-        if write is not None and settled:
-            write(settled)
-        if text.stopped:
-            finished = "stop"
-            break
+    )
+    try:
+        for chunk in chunks:
+            times.append(clock.seconds)
+            tokens += chunk[0].tolist()
+            if tokens[-1] in ends:
+                finished = "eos"
+            settled = text.feed(chunk[0].tolist())
+            if write is not None and settled:
+                write(settled)
+            if text.stopped:
+                finished = "stop"
+                break
+    except FloatingPointError as error:
+        narrow = "" if dtype in (None, "float32") else f", or {dtype} is too narrow for them"
+        raise ConversionError(f"{target}: {error}; the weights hold NaN or infinities{narrow}") from None
     rest = text.close()
     if write is not None and rest:
         write(rest)

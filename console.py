@@ -53,14 +53,24 @@ def _decoded(text: str) -> str:
     return decoded(text)
 
 
+_unended = False
+"""Whether the answer stands in the middle of a line."""
+
+
 def say(line: str = "", end: str = "\n") -> None:
     """A line of the answer, on stdout."""
+    global _unended
     sys.stdout.write(line + end)
     sys.stdout.flush()
+    _unended = not (line + end).endswith("\n") if line + end else _unended
 
 
 def note(line: str) -> None:
-    """A line beside the answer, on stderr."""
+    """A line beside the answer, on stderr. The answer's line is ended first: both may go to one terminal."""
+    global _unended
+    if _unended:
+        _unended = False
+        sys.stdout.write("\n")
     sys.stdout.flush()
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

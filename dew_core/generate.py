@@ -27,7 +27,8 @@ class Decoding:
     """Where a generation stands: what one step hands the next.
 
     cache: the decode cache. token [B]: the last drawn. position [B]: the one it will be read at. done [B]: rows that
-    have stopped. drawn: how many tokens were drawn. new [B, room]: the drawn tokens, `pad_id` past a stop.
+    have stopped. drawn: how many tokens were drawn. new [B, room]: the drawn tokens, `pad_id` past a stop. finite:
+    whether the largest logit was a number wherever a token was drawn.
     """
 
     cache: Any
@@ -36,6 +37,7 @@ class Decoding:
     done: jax.Array
     drawn: jax.Array
     new: jax.Array
+    finite: jax.Array
 
 
 @flax.struct.dataclass
@@ -71,7 +73,8 @@ def generate(
     A row stops after one of stop_ids, and holds pad_id from there on; all rows stopped ends the loop.
 
     The cache holds the prompt and the new tokens, whatever the model's max_seq_len. `decoding_variables` gives the
-    layout and dtype that decode fastest. Raises ValueError for arguments that make no sense.
+    layout and dtype that decode fastest. Raises ValueError for arguments that make no sense, FloatingPointError when
+    the logits that a token is drawn from hold NaN or their largest is infinite.
     """
     chunks = list(
         stream(
@@ -128,11 +131,13 @@ def stream(
 
     sent = 0
     while True:
-        drawn = int(state.drawn)
+        drawn, done, finite = jax.device_get((state.drawn, state.done, state.finite))
+        if not finite:
+            raise FloatingPointError(f"the logits of new token {drawn} are not finite")
         if drawn > sent:
             yield np.asarray(state.new[:, sent:drawn])
-        sent = drawn
-        if sent >= max_new_tokens or bool(state.done.all()):
+        sent = int(drawn)
+        if sent >= max_new_tokens or done.all():
             return
         ahead = chunk if sent >= chunk else chunk - sent
         state = _decode(model, variables, sampling, state, np.int32(min(sent + ahead, max_new_tokens)))
@@ -274,7 +279,9 @@ def _drawn(sampling: Sampling, state: Decoding, logits: jax.Array) -> Decoding:
     token = jnp.where(state.done, sampling.pad, token)
     done = state.done | (token[:, None] == sampling.stop[None, :]).any(axis=1)
     new = jax.lax.dynamic_update_slice_in_dim(state.new, token[:, None], state.drawn, axis=1)
-    return state.replace(token=token, done=done, new=new, drawn=state.drawn + 1)
+    # A maximum passes NaN on, so that one number a row tells. What a stopped row computes is not read.
+    finite = state.finite & (jnp.isfinite(logits.max(axis=-1)) | state.done).all()
+    return state.replace(token=token, done=done, new=new, drawn=state.drawn + 1, finite=finite)
 
 
 @partial(jax.jit, static_argnames="room", donate_argnames="cache")
@@ -288,16 +295,17 @@ def _first(sampling, cache, logits, position, room):
         done=jnp.zeros((batch,), jnp.bool_),
         drawn=jnp.zeros((), jnp.int32),
         new=jnp.full((batch, room), sampling.pad),
+        finite=jnp.ones((), jnp.bool_),
     )
     return _drawn(sampling, state, logits)
 
 
 @partial(jax.jit, static_argnames="model", donate_argnames="state")
 def _decode(model, variables, sampling, state, until):
-    """One-token steps until `until` tokens are drawn or every row has stopped."""
+    """One-token steps until `until` tokens are drawn, every row has stopped or logits are not finite."""
 
     def going(state: Decoding) -> jax.Array:
-        return (state.drawn < until) & ~state.done.all()
+        return (state.drawn < until) & ~state.done.all() & state.finite
 
     def step(state: Decoding) -> Decoding:
         logits, written = model.apply(

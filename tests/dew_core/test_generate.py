@@ -282,3 +282,22 @@ def test_arguments_that_make_no_sense_are_refused(variables, match, call):
 def test_an_empty_prompt_is_refused(variables):
     with pytest.raises(ValueError, match="at least one token"):
         generate(MODEL, variables, np.zeros((1, 0), np.int32), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("chunk", [1, 12])
+def test_logits_that_are_not_finite_end_it(value, chunk, variables, greedy):
+    """A token that is drawn later on has a spoilt embedding, in a model whose head is a table of its own."""
+    model = MODEL.clone(tie_embeddings=False)
+    table = variables["params"]["embed_tokens"]["embedding"]
+    row = greedy[0].tolist()
+    at = next(i for i in range(1, 11) if row[i] not in (*row[:i], *PROMPT[0]))
+    spoilt = {
+        "params": {
+            **variables["params"],
+            "embed_tokens": {"embedding": table.at[row[at], 0].set(value)},
+            "lm_head": {"kernel": table.T},
+        }
+    }
+    with pytest.raises(FloatingPointError, match=rf"new token {at + 2} are not finite"):
+        list(stream(model, spoilt, PROMPT[:1], max_new_tokens=12, chunk=chunk))
