@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from . import console
-from .options import Finite, Whole, given, seed_option, text
+from .options import Finite, Whole, seed_option, text, typed
 from .signals import Ended, end_by
 from .streams import ERRORS, OutputError, drop_output
 
@@ -100,7 +100,8 @@ def without_blas_threads() -> None:
 def named(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """A path or a hub id. Raises BadParameter for an empty one, which a path takes for the current directory."""
     if value == "":
-        raise click.BadParameter("The name is empty. Name a directory, or a hub id (org/name) where one is read.")
+        hub = "" if parameter.name in ("out", "against", "report") else ", or a hub id (org/name) where one is read"
+        raise click.BadParameter(f"The name is empty. Name a directory{hub}.")
     return value
 
 
@@ -440,7 +441,7 @@ def generate_command(
     """
     from .completion import complete
 
-    idle = given(click.get_current_context(), "top_k", "top_p", "seed") if temperature == 0 else []
+    idle = typed(click.get_current_context(), "top_k", "top_p", "seed") if temperature == 0 else []
     if idle and not quiet:
         console.note(f"note: no effect at temperature 0, which takes the likeliest token: {', '.join(idle)}")
     write = None if as_json else lambda piece: console.say(console.shown(piece), end="")
@@ -473,6 +474,8 @@ def families_command(markdown: bool, as_json: bool) -> int:
     """What each family's card shows: gates, variants, faults caught."""
     from . import support
 
+    if markdown and as_json:
+        raise click.UsageError("--markdown and --json exclude each other.")
     items = support.support()
     if as_json:
         console.document([item.to_json() for item in items])
@@ -489,7 +492,9 @@ def matrix_command(form: str, as_json: bool) -> int:
     """The CI matrix: an entry per family and variant."""
     from .parity.matrices import matrix, render_matrix
 
-    console.say(render_matrix(matrix(), "json" if as_json else form))
+    if as_json and form != "json":
+        raise click.UsageError(f"--format {form} and --json exclude each other.")
+    console.say(render_matrix(matrix(), form))
     return DONE
 
 
@@ -523,7 +528,7 @@ def run(arguments: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        lines = [*_lines(error), *(f"dewconv: {note}" for note in getattr(error, "__notes__", ()))]
+        lines = [*_lines(error, given), *(f"dewconv: {note}" for note in getattr(error, "__notes__", ()))]
         if meta.get("dewconv.json") or "--json" in given:
             _document_error(error, lines)
         for line in lines:
@@ -533,12 +538,26 @@ def run(arguments: Sequence[str]) -> int:
         return IMPOSSIBLE
 
 
-def _lines(error: BaseException) -> list[str]:
+def _usage(error: click.UsageError, arguments: Sequence[str]) -> list[str]:
+    """What is wrong with the arguments, and whose help to see."""
+    context, name = error.ctx, next((item for item in arguments if item in cli.commands), None)
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption) and context is not None and context.command is cli:
+        having = [key for key, item in cli.commands.items() if any(error.option_name in p.opts for p in item.params)]
+        if having:
+            option, after = error.option_name, name if name in having else "COMMAND"
+            message = f"No such option {option!r} before the command; give it after: dewconv {after} {option}"
+            return [f"dewconv: {message}", "see dewconv --help"]
+    # click tells not where an option lacks its value.
+    where = context.command_path if context is not None else f"dewconv {name}" if name else "dewconv"
+    return [f"{where}: {message}", f"see {where} --help"]
+
+
+def _lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return [error.format_message()]
     if isinstance(error, click.UsageError):
-        where = error.ctx.command_path if error.ctx is not None else "dewconv"
-        return [f"{where}: {error.format_message()}", f"see {where} --help"]
+        return _usage(error, arguments)
     if isinstance(error, click.ClickException):
         return [f"dewconv: {error.format_message()}"]
     if isinstance(error, KeyboardInterrupt):

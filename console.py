@@ -8,15 +8,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import fill
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .parity.render_text import printable as escaped
 from .signals import tidied
+from .streams import plain
 
 if TYPE_CHECKING:
     from .converters.writing import Progress
 
+NARROW = 70
+"""Terminals of fewer columns get no tables that do not fit, and less of a progress display."""
 Cell = str | tuple[str, str]
 """A table's cell: its text, or (text, rich style)."""
 
@@ -95,29 +99,43 @@ def finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequence[str] = ()) -> None:
-    """A table on stdout; `right` names the columns of figures. Cells are made printable here."""
-    texts = [[printable(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in rows]
+    """A table on stdout; `right` names the columns of figures. Cells are made printable here. A terminal too narrow
+    for columns gets an item a row in their place."""
+    encoding = sys.stdout.encoding
+    texts = [[plain(printable(cell if isinstance(cell, str) else cell[0]), encoding) for cell in row] for row in rows]
+    widths = [max(len(name), *(len(row[i]) for row in texts), 0) for i, name in enumerate(columns)]
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
+        console = Console()
+        if console.width < min(NARROW, sum(widths) + 2 * len(widths)):
+            _items(columns, texts, console.width)
+            return
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in columns:
             grid.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
         for row, words in zip(rows, texts, strict=True):
             styles = ["" if isinstance(cell, str) else cell[1] for cell in row]
             grid.add_row(*(Text(word, style) for word, style in zip(words, styles, strict=True)))
-        Console().print(grid)
+        console.print(grid)
         return
-    widths = [max(len(name), *(len(row[i]) for row in texts), 0) for i, name in enumerate(columns)]
     for row in [list(columns), *texts]:
         cells = [
             word.rjust(width) if name in right else word.ljust(width)
             for word, width, name in zip(row, widths, columns, strict=True)
         ]
         say("  ".join(cells).rstrip())
+
+
+def _items(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
+    """Each row as `first: column value; column value`, without the cells that say nothing."""
+    for first, *others in rows:
+        told = [f"{name} {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell.strip("-– ")]
+        line = f"{first}: {'; '.join(told)}" if told else first
+        say(fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
 
 
 @contextmanager
@@ -129,18 +147,28 @@ def progress(verb: str, files: Mapping[str, int], quiet: bool) -> Iterator[Progr
             yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (
+    console = Console(stderr=True)
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[whole]}/{task.fields[files]} files"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    ]
+    if console.width < NARROW:
+        columns.append(TextColumn("{task.percentage:>3.0f}%"))
+    else:
+        columns += [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
     left, copied = dict(files), 0
-    with tidied(), Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with tidied(), Progress(*columns, console=console, transient=True) as display:
         task = display.add_task(verb, total=None, whole=0, files=len(files))
 
         def advance(name: str, done: int, total: int) -> None:
@@ -164,8 +192,10 @@ def steps(verb: str, quiet: bool) -> Iterator[Callable[[str], None] | None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with tidied(), Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True)
+    spinner = SpinnerColumn("line" if console.options.ascii_only else "dots")
+    columns = (spinner, TextColumn("{task.description}"), TimeElapsedColumn())
+    with tidied(), Progress(*columns, console=console, transient=True) as display:
         task = display.add_task(verb, total=None)
         yield lambda step: display.update(task, description=f"{verb}  {step}")
 

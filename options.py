@@ -59,7 +59,7 @@ def seed_option(of: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return click.option("--seed", type=Whole(0, SEEDS - 1), default=0, show_default=True, metavar="N", help=of)
 
 
-def given(context: click.Context, *names: str) -> list[str]:
+def typed(context: click.Context, *names: str) -> list[str]:
     """Those of the options `names` (parameters) that the command line has, as it spells them."""
     return [
         parameter.opts[0]

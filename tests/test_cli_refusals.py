@@ -69,7 +69,9 @@ def test_json_is_one_document_whatever_is_wrong(
 def test_an_empty_name_is_not_the_current_directory(command: str, banks: Path) -> None:
     more = {"export": ("out",), "diff": (".",), "generate": ("--prompt", "x")}.get(command, ())
     assert "empty" in fails(command, "", *more, cwd=banks)
-    assert "empty" in fails("export", banks, "", cwd=banks)
+    for verb in ("import", "export"):
+        message = fails(verb, banks, "", cwd=banks)
+        assert "The name is empty. Name a directory.\n" in message
 
 
 def test_a_mistyped_path_is_told_apart_from_a_hub_id(tmp_path: Path) -> None:
@@ -218,3 +220,28 @@ class TestOverwrite:
         }
         assert f"dewconv: {out}: {why[out]}" in said
         assert "Errno" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "see"),
+    [
+        (("--json", "families"), "'--json' before the command; give it after: dewconv families --json", "dewconv"),
+        (("--quiet", "import", "x"), "'--quiet' before the command; give it after: dewconv import --quiet", "dewconv"),
+        (("--markdown", "import", "x"), "give it after: dewconv COMMAND --markdown", "dewconv"),
+        (("--bogus", "import"), "No such option '--bogus'.", "dewconv"),
+        (("verify", "x", "--report"), "Option '--report' requires an argument.", "dewconv verify"),
+        (("matrix", "--json", "--format", "github"), "--format github and --json exclude each other", "dewconv matrix"),
+        (("families", "--markdown", "--json"), "--markdown and --json exclude each other", "dewconv families"),
+        (("import", "x", "--bank-layers", "a"), "'a' is not a whole number.", "dewconv import"),
+        (("verify", "x", "--tokens", "1.5"), "'1.5' is not a whole number.", "dewconv verify"),
+        (("help",), "No such command 'help'.", "dewconv"),
+    ],
+)
+def test_what_to_write_instead_and_whose_help_to_see(
+    arguments: tuple[str, ...], said: str, see: str, tmp_path: Path
+) -> None:
+    done = dewconv_command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert said in first
+    assert second == f"see {see} --help"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import test_cli
 from test_cli import TINY, as_json, succeeds
 
 FULL = "standard output cannot be written: No space left on device"
@@ -97,3 +99,42 @@ def test_side_files_whose_names_are_no_text_are_left_and_said(tmp_path: Path) ->
     done = succeeds("import", "source", "out", "--unverified", cwd=tmp_path)
     assert done.stderr == "note: left behind: n\\xff.txt (its name is no text in the encoding of this locale)\n"
     succeeds("export", "out", "back", cwd=tmp_path)
+
+
+def terminal(*arguments: str | Path, cwd: Path, columns: int, **env: str) -> str:
+    """What the command writes to a terminal of so many columns, without its escapes."""
+    settings = {"COLUMNS": str(columns), "NO_COLOR": "1", **env}
+    said = test_cli.TestTerminal().run(*arguments, cwd=cwd, env=settings).replace("\r\n", "\n")
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
+
+
+def test_a_narrow_terminal_gets_no_table_that_does_not_fit(tmp_path: Path) -> None:
+    told = terminal("families", cwd=tmp_path, columns=40)
+    assert max(map(len, told.splitlines())) <= 40
+    heads = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert [head.partition(":")[0] for head in heads] == [item["family"] for item in as_json("families", cwd=tmp_path)]
+    assert "gate G" in told
+    succeeds("import", TINY, "banks", "--unverified", cwd=tmp_path)
+    table = terminal("inspect", "banks", cwd=tmp_path, columns=60)
+    assert any(line.split() == ["file", "tensors", "bytes"] for line in table.splitlines())
+    assert "─" in table
+
+
+def test_the_progress_of_an_import_stays_on_one_line(tmp_path: Path) -> None:
+    said = terminal("import", TINY, "out", "--unverified", cwd=tmp_path, columns=40)
+    assert "2/2 files" in said
+    shown = [line for line in re.split(r"[\r\n]", said) if "/2 files" in line]
+    assert shown
+    assert all(len(line) <= 40 and line.startswith("import ") and line.endswith("%") for line in shown)
+
+
+def test_figures_and_marks_are_ascii_where_the_stream_is(tmp_path: Path) -> None:
+    given = ("verify", "--family", "qwen3", "--checks", "logits,padding", "--dtype", "float32")
+    done = succeeds(*given, cwd=tmp_path, env=ASCII)
+    assert done.stdout.isascii()
+    assert "\\u" not in done.stdout
+    head, *rows = done.stdout.splitlines()[1:4]
+    assert {row.index("equal") for row in rows} == {head.index("result")}
+    drawn = terminal(*given, cwd=tmp_path, columns=120, **ASCII)
+    assert drawn.isascii()
+    assert "\\u" not in drawn
