@@ -8,9 +8,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from time import monotonic
+from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 2.0
+"""Seconds that tidying up has before another signal interrupts it."""
 
 
 class Ended(KeyboardInterrupt):
@@ -32,20 +35,27 @@ def end_at_once() -> None:
 def tidied() -> Iterator[None]:
     """A block that an ending signal leaves by an exception, `Ended`, so that it can remove what it began.
 
-    Signals the caller has had ignored (nohup) stay so. Where Python swallows the exception, in a callback of its
+    More signals within `PATIENCE` of it are dropped, so that tidying up is not interrupted by a key held down or by a
+    caller that signals both the process and its group. Signals the caller has had ignored (nohup) stay so. Where Python swallows the exception, in a callback of its
     collector say, the signal is sent anew.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
+    since = 0.0
 
-    def raise_ended(number: int, frame: object) -> NoReturn:
+    def raise_ended(number: int, frame: object) -> None:
+        nonlocal since
+        if came and monotonic() - since < PATIENCE:
+            return
         came.append(number)
+        since = monotonic()
         raise Ended(number)
 
     def unraisable(fault: Any) -> None:
         if isinstance(fault.exc_value, Ended):
+            came.clear()
             # Later: a signal that came at once would be raised, and swallowed, in this hook.
             again = threading.Timer(0.01, os.kill, (os.getpid(), fault.exc_value.number))
             again.daemon = True
