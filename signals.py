@@ -36,8 +36,8 @@ def tidied() -> Iterator[None]:
     """A block that an ending signal leaves by an exception, `Ended`, so that it can remove what it began.
 
     More signals within `PATIENCE` of it are dropped, so that tidying up is not interrupted by a key held down or by a
-    caller that signals both the process and its group. Signals the caller has had ignored (nohup) stay so. Where Python swallows the exception, in a callback of its
-    collector say, the signal is sent anew.
+    caller that signals both the process and its group. Signals the caller has had ignored (nohup) stay so. Where
+    Python swallows the exception, in a callback of its collector say, the signal is sent anew.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
