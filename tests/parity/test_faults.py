@@ -334,7 +334,7 @@ def test_kinds_that_other_families_have_come_out_as_the_catalogue_says(name, tmp
     assert not report.uncaught
     assert not report.absent
     assert report.passed
-    assert report.narrowest.margin > NARROWEST
+    assert report.narrowest is None or report.narrowest.margin > NARROWEST
 
 
 def test_a_catalogue_of_at_least_forty_kinds_says_what_each_stands_for():
