@@ -29,10 +29,10 @@ demo: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh .demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 faults: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m faults -n 2 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m faults -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,0 +1,7 @@
+from seeded_faults import SeededFaults
+
+from dewconv.families import deepseek_v32
+
+
+class TestDeepseekV32(SeededFaults):
+    family = deepseek_v32.FAMILY
