@@ -369,7 +369,7 @@ class TestBankDirectory:
         ("change", "message"),
         [
             (lambda m: m.update(version=99), "version 99"),
-            (lambda m: m.update(version=None), "version None"),
+            (lambda m: m.update(version=None), "version null"),
             (lambda m: m.update(format="other"), "format is 'other'"),
             (lambda m: m.pop("decoder"), "field decoder: found nothing"),
             (lambda m: m["decoder"].update(no_such_field=1), "no_such_field"),

@@ -174,7 +174,7 @@ def test_a_tree_that_is_not_the_decoders_is_refused_by_path(tiny, tmp_path):
     (banks.path / "dewconv.json").write_text(json.dumps(manifest))
     with pytest.raises(FindingsError) as caught:
         load(banks.path)
-    text = str(caught.value)
+    text = "\n".join(map(str, caught.value.findings))
     assert "parameter layers_2/mlp/up_proj/kernel: found shape [24, 28], needed shape [24, 30]" in text
     assert "parameter layers_0/self_attn/q_proj/bias: found nothing there, needed shape [40]" in text
 
@@ -350,7 +350,7 @@ def test_leaves_that_are_missing_foreign_or_misshapen_are_refused_by_path(wide, 
     tree["embed_tokens"]["embedding"] = tree["embed_tokens"]["embedding"][:150]
     with pytest.raises(FindingsError) as caught:
         save(tmp_path / "saved", None, tree, wide.banks)
-    text = str(caught.value)
+    text = "\n".join(map(str, caught.value.findings))
     for needed in (
         "parameter layers_1/self_attn/q_proj/lora_a: found a leaf the checkpoint has no tensor for",
         "parameter layers_2/mlp/up_proj/kernel: found nothing, needed shape [64, 96]",
