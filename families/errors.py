@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 LONGEST_LINE = 1000
 """The most characters of one line of a message; the middle of a longer one is left out."""
 MOST_LINES = 40
 """The most lines of findings of one message."""
+MOST_RANGES = 8
+"""The most ranges of indices in one name."""
 _INDEX = re.compile(r"(?<=[._/@])\d+(?=[._/@:])")
 """The number of a layer, an expert or a bank in the name of a tensor, a parameter or a file."""
 
@@ -71,18 +74,44 @@ class FindingsError(ConversionError):
 
 def short_list(lines: Iterable[str]) -> list[str]:
     """Findings as lines for people: those that differ only in the number of a layer, an expert or a bank are one line
-    with their count, and past `MOST_LINES` the rest is counted."""
+    (`_together`), and past `MOST_LINES` the rest is counted."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(_INDEX.sub("#", line), []).append(line)
     told = []
     for alike in groups.values():
-        what, found, rest = alike[0].partition(": found ")
-        told.append(f"{what} and {len(alike) - 1} alike{found}{rest}" if len(alike) > 1 and found else alike[0])
+        _, found, rest = alike[0].partition(": found ")
+        told.append(f"{_together([line.partition(found)[0] for line in alike])}{found}{rest}" if found else alike[0])
     if len(told) > MOST_LINES:
         more = sum(map(len, list(groups.values())[MOST_LINES:]))
         told[MOST_LINES:] = [f"and {more} more findings; --json lists every one"]
     return told
+
+
+def _together(names: list[str]) -> str:
+    """Names that differ in indices as one, `layers.{0-2, 5}.experts.{0-7}`, where they are every combination of those;
+    else the first and how many are like it."""
+    if len(set(names)) == 1:
+        return names[0]
+    indices = [sorted(set(column)) for column in zip(*(map(int, _INDEX.findall(name)) for name in names), strict=True)]
+    if prod(map(len, indices)) != len(set(names)):
+        return f"{names[0]} and {len(names) - 1} alike"
+    spread = iter(indices)
+    return _INDEX.sub(lambda match: _ranges(found) if len(found := next(spread)) > 1 else match[0], names[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """{0-2, 5}; of more than `MOST_RANGES` ranges the first and the last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    told = ["-".join(map(str, run)) for run in runs]
+    if len(told) > MOST_RANGES:
+        told[MOST_RANGES - 1 : -1] = ["…"]
+    return f"{{{', '.join(told)}}}"
 
 
 def within(where: str, error: ConversionError) -> ConversionError:

@@ -45,19 +45,19 @@ class TestAlikeFindings:
                 {"moe_intermediate_size": 17},
                 54,
                 [
-                    "mlp.experts.0.gate_proj.weight and 17 alike: found shape [18, 24], needed shape [17, 24];",
-                    "mlp.experts.0.up_proj.weight and 17 alike: found shape [18, 24], needed shape [17, 24];",
-                    "mlp.experts.0.down_proj.weight and 17 alike: found shape [24, 18], needed shape [24, 17];",
+                    "mlp.experts.{0-5}.gate_proj.weight: found shape [18, 24], needed shape [17, 24];",
+                    "mlp.experts.{0-5}.up_proj.weight: found shape [18, 24], needed shape [17, 24];",
+                    "mlp.experts.{0-5}.down_proj.weight: found shape [24, 18], needed shape [24, 17];",
                 ],
             ),
             (
                 {"num_experts": 9},
                 30,
                 [
-                    "mlp.gate.weight and 2 alike: found shape [6, 24], needed shape [9, 24];",
-                    "mlp.experts.6.gate_proj.weight and 8 alike: found nothing, needed shape [18, 24];",
-                    "mlp.experts.6.up_proj.weight and 8 alike: found nothing, needed shape [18, 24];",
-                    "mlp.experts.6.down_proj.weight and 8 alike: found nothing, needed shape [24, 18];",
+                    "mlp.gate.weight: found shape [6, 24], needed shape [9, 24];",
+                    "mlp.experts.{6-8}.gate_proj.weight: found nothing, needed shape [18, 24];",
+                    "mlp.experts.{6-8}.up_proj.weight: found nothing, needed shape [18, 24];",
+                    "mlp.experts.{6-8}.down_proj.weight: found nothing, needed shape [24, 18];",
                 ],
             ),
         ],
@@ -68,7 +68,7 @@ class TestAlikeFindings:
         assert said[0] == f"dewconv: {path}: {count} findings"
         assert len(said) == 1 + len(lines)
         for line, wanted in zip(said[1:], lines, strict=True):
-            assert line.startswith(f"  tensor model.layers.0.{wanted}")
+            assert line.startswith(f"  tensor model.layers.{{0-2}}.{wanted}")
         document = json.loads(dewconv_command("import", path, "out", "--json", cwd=tmp_path).stdout)
         names = [finding["what"] for finding in document["error"]["findings"]]
         assert len(names) == len(set(names)) == count
@@ -86,6 +86,20 @@ class TestAlikeFindings:
     def test_what_differs_in_more_than_an_index_stays_apart(self) -> None:
         apart = ["tensor a.1.w: found 1, needed 2; x", "tensor a.1.w: found 1, needed 3; x", "tensor w1: found 1, n; x"]
         assert short_list([*apart, "tensor w2: found 1, n; x"]) == [*apart, "tensor w2: found 1, n; x"]
+
+    def test_indices_are_told_where_they_are_every_combination(self) -> None:
+        def lines(*at: tuple[int, int]) -> list[str]:
+            return short_list([f"tensor a.{layer}.e.{expert}.w: found 1, needed 2; x" for layer, expert in at])
+
+        every = [(layer, expert) for layer in (0, 1, 2, 5) for expert in (3, 7, 8)]
+        assert lines(*every) == ["tensor a.{0-2, 5}.e.{3, 7-8}.w: found 1, needed 2; x"]
+        assert lines((1, 2), (1, 4)) == ["tensor a.1.e.{2, 4}.w: found 1, needed 2; x"]
+        assert lines((0, 1), (1, 2)) == ["tensor a.0.e.1.w and 1 alike: found 1, needed 2; x"]
+        assert lines((0, 1), (0, 1)) == ["tensor a.0.e.1.w: found 1, needed 2; x"]
+        odd = "1, 3, 5, 7, 9, 11, 13, …, 99"
+        assert lines(*((0, expert) for expert in range(1, 101, 2))) == [
+            f"tensor a.0.e.{{{odd}}}.w: found 1, needed 2; x"
+        ]
 
     def test_a_size_left_to_the_class_is_named(self, written, tmp_path) -> None:
         path = changed(written("qwen3"), tmp_path / "sizeless", without=("hidden_size",))
