@@ -12,8 +12,7 @@ import numpy as np
 from .console import Clock
 from .converters.banks import is_bank_directory, open_banks
 from .converters.layout import SOURCE
-from .converters.plan import plan_import
-from .converters.source import open_source
+from .converters.source import open_source, refuse_without_weights
 from .converters.tokenizer import TOKENIZER, FastTokenizer, TextStream, Tokenizer, stop_ids
 from .families.errors import ConversionError
 
@@ -169,8 +168,7 @@ def _opened(target: str, **hub: Any) -> tuple[Path, Path]:
         open_banks(directory)
         return directory, directory / SOURCE
     source = open_source(target, **hub)
-    if not source.has_weights:
-        plan_import(source)
+    refuse_without_weights(source)
     return source.root, source.root
 
 

@@ -115,7 +115,7 @@ def show_report(report: Report, written: Path | None) -> None:
             small(check.error),
             small(check.bound),
             times(check.ratio),
-            _worst(check) if check.passed is False and check.worst else check.note or _worst(check),
+            check.note or _worst(check),
         )
         for check in report.checks
     ]

@@ -38,9 +38,8 @@ from .checksums import Checksums
 from .layout import beside_files
 from .manifest_checks import AGAIN, manifest_findings
 from .parts import Coding
-from .source import read_json_object
+from .source import MANIFEST, read_json_object
 
-MANIFEST = "dewconv.json"
 FORMAT = "dewconv banks"
 VERSION = 1
 

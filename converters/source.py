@@ -20,6 +20,8 @@ from .shards import LocalShards, ShardFile, Shards
 from .side_files import NOT_OF_IT, PICKLES, SideFile, Skipped, allowed_roots, fault_of_file, is_inside, survey
 
 CONFIG = "config.json"
+MANIFEST = "dewconv.json"
+"""The file of a bank directory that says it is one."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 KEPT_MAPS = 128
@@ -245,7 +247,7 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None, files: S
     roots = allowed_roots(root)
     config_path = root / CONFIG
     if not _stands(config_path):
-        if (root / "dewconv.json").is_file():
+        if (root / MANIFEST).is_file():
             raise ConversionError(
                 f"{label}: is a bank directory; give a checkpoint directory (dewconv export makes one of banks)"
             )

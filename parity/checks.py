@@ -92,13 +92,14 @@ class Comparison:
         rounding."""
         return self.wide.forward(self.probe.tokens, streams=True, routes=self.reference.choices)
 
-    @cached_property
-    def tie(self) -> float:
-        """How far a logit of one side may lie from the other's for two tokens to be equally right: the bound, and below
-        float32, where that is as large as logits are, no more than the reference's own rounding explains."""
+    def tie(self, error: float) -> float:
+        """How far a logit of one side may lie from the other's for two tokens to be equally right: the bound that an
+        error is held to, and below float32, where that is as large as logits are, no more than the reference's own
+        rounding explains."""
+        if self.dtype == "float32":
+            return self.logits_bound(error)[0]
         own = largest(self.reference.logits - self.wide_forward.logits)
-        likely = amplified_bound(0.0, own, self.dtype)
-        return max(self.bound, likely) if self.dtype == "float32" else min(self.bound, likely)
+        return min(self.bound, amplified_bound(0.0, own, self.dtype))
 
     def logits_bound(self, error: float) -> tuple[float, str]:
         """The bound that an error of logits is held to, and a note when the error passes only because weights amplify
@@ -348,7 +349,7 @@ def greedy(c: Comparison) -> CheckResult:
         equal += at
         chosen, other = int(theirs[row, at]), int(ours[row, at])
         gap = float(scores[row, at, chosen] - scores[row, at, other])
-        if gap <= 2 * c.tie:
+        if gap <= 2 * c.tie(gap / 2):
             ties += 1
         elif worst is None:
             worst = {"row": row, "position": at, "token": chosen, "jax": other, "gap": gap}

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from . import selection as keys
 from .checks import Comparison
 from .results import CheckResult
 from .routing import CLEAR, margins, same_choice, score_bound, tie_bound
+
+
+class _Tally:
+    """Choices counted layer by layer: how many agree, how near to another the reference's lie, the first that is
+    wrong."""
+
+    def __init__(self) -> None:
+        self.choices = self.same = self.near_ties = 0
+        self.narrowest = float("inf")
+        self.worst: dict[str, Any] | None = None
+
+    def add(self, agree: np.ndarray, clear: np.ndarray, wrong: np.ndarray) -> tuple[int, int] | None:
+        """Counts a layer. agree, wrong: bool [B, S]. clear [B, S]: margins in bounds. The place (row, position) of the
+        first wrong choice when no layer before had one."""
+        self.choices, self.same = self.choices + agree.size, self.same + int(agree.sum())
+        self.near_ties += int((clear <= CLEAR).sum())
+        self.narrowest = min(self.narrowest, float(clear.min()))
+        if self.worst is not None or not wrong.any():
+            return None
+        row, position = (int(i) for i in np.argwhere(wrong)[0])
+        return row, position
+
+    @property
+    def ties(self) -> str:
+        """What a note adds about choices that differ and are not wrong."""
+        differ = self.same != self.choices and self.worst is None
+        return "; the others' choices tie within the bound" if differ else ""
 
 
 def routing(c: Comparison) -> CheckResult:
@@ -29,8 +58,7 @@ def routing(c: Comparison) -> CheckResult:
             False,
             note=f"torch routes in layers {sorted(theirs)}, jax in {sorted(c.ours.routed)}",
         )
-    total, same, unclear = 0, 0, 0
-    narrowest, worst = float("inf"), None
+    tally = _Tally()
     agreed = {layer: same_choice(c.ours.routed[layer], reference) for layer, reference in theirs.items()}
     measured = c.dtype != "float32" and not all(agree.all() for agree in agreed.values())
     for layer, reference in sorted(theirs.items()):
@@ -40,32 +68,27 @@ def routing(c: Comparison) -> CheckResult:
         else:
             unit = score_bound(mixture, reference, c.dtype, layer + 1)
         clear = margins(mixture, reference) / max(unit, 1e-30)
-        total, same = total + agree.size, same + int(agree.sum())
-        unclear += int((clear <= CLEAR).sum())
-        narrowest = min(narrowest, float(clear.min()))
         wrong = ~agree if c.dtype == "float32" else ~agree & (clear > CLEAR)
-        if worst is None and wrong.any():
-            row, position = (int(i) for i in np.argwhere(wrong)[0])
-            worst = {
+        at = tally.add(agree, clear, wrong)
+        if at is not None:
+            tally.worst = {
                 "layer": layer,
-                "row": row,
-                "position": position,
-                "torch": sorted(map(int, reference.experts[row, position])),
-                "jax": sorted(map(int, c.ours.routed[layer].experts[row, position])),
-                "margin": float(clear[row, position]),
+                "row": at[0],
+                "position": at[1],
+                "torch": sorted(map(int, reference.experts[at])),
+                "jax": sorted(map(int, c.ours.routed[layer].experts[at])),
+                "margin": float(clear[at]),
             }
     figures: dict[str, float | int | str] = {
-        "choices": total,
-        "same": same,
-        "agreement": same / total,
-        "smallest_margin": narrowest,
-        "near_ties": unclear,
+        "choices": tally.choices,
+        "same": tally.same,
+        "agreement": tally.same / tally.choices,
+        "smallest_margin": tally.narrowest,
+        "near_ties": tally.near_ties,
     }
     taken = "would take" if c.repeats else "took"
-    note = f"{same} of {total} tokens {taken} the same experts in both" + (
-        "" if same == total or worst is not None else "; the others' choices tie within the bound"
-    )
-    return CheckResult("routing", c.dtype, worst is None, figures, None, None, worst, note)
+    note = f"{tally.same} of {tally.choices} tokens {taken} the same experts in both{tally.ties}"
+    return CheckResult("routing", c.dtype, tally.worst is None, figures, None, None, tally.worst, note)
 
 
 def selection(c: Comparison) -> CheckResult:
@@ -81,8 +104,7 @@ def selection(c: Comparison) -> CheckResult:
     if theirs.keys() != c.ours.selected.keys():
         note = f"torch chooses keys in layers {sorted(theirs)}, jax in {sorted(c.ours.selected)}"
         return CheckResult("selection", c.dtype, False, note=note)
-    total, same, unclear, cut = 0, 0, 0, 0
-    narrowest, worst, furthest = float("inf"), None, 0.0
+    tally, cut, furthest = _Tally(), 0, 0.0
     for layer, reference in sorted(theirs.items()):
         ours = c.ours.selected[layer]
         agree = keys.same_keys(ours, reference)
@@ -94,31 +116,28 @@ def selection(c: Comparison) -> CheckResult:
             unit = keys.tie_bound(reference, c.wide_forward.selected[layer], c.dtype, layer + 1)
         gaps = keys.margins(reference)
         clear = gaps / max(unit, 1e-30)
-        total, same, cut = total + agree.size, same + int(agree.sum()), cut + int(np.isfinite(gaps).sum())
-        unclear += int((clear <= CLEAR).sum())
-        narrowest = min(narrowest, float(clear.min()))
+        cut += int(np.isfinite(gaps).sum())
         wrong = ~agree & (gaps > 0 if c.dtype == "float32" else clear > CLEAR)
-        if worst is None and wrong.any():
-            row, position = (int(i) for i in np.argwhere(wrong)[0])
-            worst = {
+        at = tally.add(agree, clear, wrong)
+        if at is not None:
+            tally.worst = {
                 "layer": layer,
-                "row": row,
-                "position": position,
-                "torch": np.flatnonzero(reference.keys[row, position]).tolist(),
-                "jax": np.flatnonzero(ours.keys[row, position]).tolist() if agree.shape == ours.keys.shape[:2] else [],
-                "margin": float(clear[row, position]),
+                "row": at[0],
+                "position": at[1],
+                "torch": np.flatnonzero(reference.keys[at]).tolist(),
+                "jax": np.flatnonzero(ours.keys[at]).tolist() if agree.shape == ours.keys.shape[:2] else [],
+                "margin": float(clear[at]),
             }
     figures: dict[str, float | int | str] = {
-        "choices": total,
+        "choices": tally.choices,
         "choices_that_leave_keys_out": cut,
-        "same": same,
-        "agreement": same / total,
+        "same": tally.same,
+        "agreement": tally.same / tally.choices,
         "score_error": furthest,
-        "near_ties": unclear,
+        "near_ties": tally.near_ties,
     }
-    if np.isfinite(narrowest):
-        figures["smallest_margin"] = narrowest
+    if np.isfinite(tally.narrowest):
+        figures["smallest_margin"] = tally.narrowest
     taken = "would attend" if c.repeats else "attended"
-    note = f"{same} of {total} tokens {taken} the same keys in both, {cut} of them not all they see"
-    note += "" if same == total or worst is not None else "; the others' choices tie within the bound"
-    return CheckResult("selection", c.dtype, worst is None, figures, None, None, worst, note)
+    note = f"{tally.same} of {tally.choices} tokens {taken} the same keys in both, {cut} of them not all they see"
+    return CheckResult("selection", c.dtype, tally.worst is None, figures, None, None, tally.worst, note + tally.ties)

@@ -32,21 +32,12 @@ from .decoders import JaxDecoder, own_leaves
 from .fixtures import write_checkpoint
 from .probes import SHORTEST, Probe, make_probe, prompt_probe
 from .references import chooses_keys, load_reference
+from .render_text import CHECKS as TITLES
 from .results import CheckResult, LayerError, Report
 from .round_trip import round_trip
 
-CHECKS = (
-    "logits",
-    "rounding",
-    "layers",
-    "routing",
-    "selection",
-    "decode",
-    "padding",
-    "greedy",
-    "gradients",
-    "round_trip",
-)
+CHECKS = tuple(TITLES)
+"""The checks, in the order they run and are told in."""
 PACKAGES = ("dewconv", "jax", "jaxlib", "flax", "torch", "transformers", "numpy", "safetensors", "ml-dtypes")
 DTYPE_OF = {stored: name for name, stored in FLOATS.items()}
 
@@ -230,6 +221,8 @@ def _refuse_others(target: str, family: str, fields: DecoderFields, plan: Import
         raise ConversionError(
             f"{target} is of the family {family}, {plan.source.label} of {plan.family.name}: they are not one model"
         )
+    if fields == plan.fields:
+        return  # one decoder, and its tree need not be traced to tell
     ours, theirs = own_leaves(fields), leaf_shapes(plan.placements)
     apart = [leaf for leaf in sorted(ours.keys() | theirs.keys()) if ours.get(leaf) != theirs.get(leaf)]
     if apart:

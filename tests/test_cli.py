@@ -69,13 +69,6 @@ def changed_copy(to: Path, **keys: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def banks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("banks")
-    succeeds("import", TINY, "out", "--unverified", cwd=where)
-    return where / "out"
-
-
-@pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     repositories = {
         "org/tiny": Repository(TINY, revisions=("main", "v1", COMMIT)),

@@ -18,13 +18,6 @@ from test_cli import TINY, as_json, dewconv_command, fails, succeeds
 from test_cli_streams import ASCII
 
 
-@pytest.fixture(scope="module")
-def banks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("banks")
-    succeeds("import", TINY, "out", "--unverified", cwd=where)
-    return where / "out"
-
-
 def checkpoint(to: Path, but: tuple[str, ...] = ()) -> Path:
     """The tiny checkpoint without some of its files."""
     shutil.copytree(TINY, to, ignore=shutil.ignore_patterns(*but))

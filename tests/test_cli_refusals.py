@@ -15,13 +15,6 @@ ONE, TWO, STRAY = "model-00001-of-00002.safetensors", "model-00002-of-00002.safe
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def banks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("banks")
-    succeeds("import", TINY, "out", "--unverified", cwd=where)
-    return where / "out"
-
-
 def sharded(to: Path, **weight_map: str) -> Path:
     """The tiny checkpoint with an index in place of its one file; `weight_map` is the whole map when given."""
     shutil.copytree(TINY, to)

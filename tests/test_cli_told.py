@@ -18,13 +18,6 @@ from dewconv.parity import write_checkpoint
 CONFIG = json.loads((TINY / "config.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def banks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("banks")
-    succeeds("import", TINY, "out", "--unverified", cwd=where)
-    return where / "out"
-
-
 def tiny(to: Path, **changes: Any) -> Path:
     shutil.copytree(TINY, to)
     (to / "config.json").write_text(json.dumps(CONFIG | changes))
