@@ -23,8 +23,8 @@ from dewconv.parity.bounds import (
     relative,
     rounding_bound,
 )
-from dewconv.parity.candidate import reference_run, source_tensors
-from dewconv.parity.checks import judged
+from dewconv.parity.candidate import build_candidate, reference_run, source_tensors
+from dewconv.parity.checks import Comparison, judged
 from dewconv.parity.decoders import from_leaves
 
 
@@ -69,6 +69,20 @@ def test_products_round_no_more_than_is_allowed_for():
         ours = np.asarray(jax.jit(jnp.matmul)(one, other)) - exact
     theirs = (torch.from_numpy(one) @ torch.from_numpy(other)).numpy() - exact
     assert ours.std() <= 1.1 * PRODUCTS["float32"] * theirs.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_below_float32_tokens_tie_by_the_references_rounding_and_not_by_the_bound(dtype, tmp_path):
+    owner = find("qwen3")
+    run = reference_run(write_checkpoint(tmp_path / "mixed", owner.variants["mixed"], owner), dtype=dtype)
+    jax_side = build_candidate(run, run.fields, run.statements)
+    comparison = Comparison(run.torch, jax_side, run.probe, (), str)
+    own = float(np.abs(comparison.reference.logits - comparison.wide_forward.logits).max())
+    if dtype == "float32":
+        assert comparison.tie(0.0) == comparison.bound
+    else:
+        assert comparison.tie(0.0) == pytest.approx(math.sqrt(2) * LARGEST * own)
+        assert comparison.tie(0.0) < 0.6 * comparison.bound
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
