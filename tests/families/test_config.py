@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from dewconv.dew_core.fields import DecoderFields
 from dewconv.dew_core.layers import layer_plan
@@ -268,6 +269,20 @@ def test_a_27b_text_config_relies_on_omission():
     assert fields.vocab_size == 262208
     assert (fields.head_dim, fields.attention_scale) == (128, 168**-0.5)
     assert layer_plan(fields).kinds["full_attention"].rope_scaling == RopeScaling("linear", 8.0)
+
+
+CLASSES = [(family, name) for family in families() for name in family.model_types if name in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize(("family", "model_type"), CLASSES, ids=lambda v: getattr(v, "name", v))
+def test_what_a_config_leaves_out_is_as_its_class_has_it(family, model_type):
+    """A config that states every default of transformers' own class is the one that states none."""
+    # The class's 96 heads do not divide its 4096 features: what torch would round down is refused here.
+    sizes = {"model_type": model_type} | ({"head_dim": 128} if model_type == "glm4_moe" else {})
+    claimed = {key for line in family.fields for key in line.keys}
+    stated = {key: value for key, value in CONFIG_MAPPING[model_type](**sizes).to_dict().items() if key in claimed}
+    assert len(stated) > 20
+    assert family.read({**stated, **sizes})[0] == family.read(sizes)[0]
 
 
 def test_an_attention_softcap_is_noticed_and_not_computed():
