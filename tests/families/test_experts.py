@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +36,10 @@ def arrays(banks):
     return found
 
 
+def tensors_of(path):
+    return {name: one for file in sorted(path.glob("*.safetensors")) for name, one in load_file(file).items()}
+
+
 def rewritten(path, change):
     """The one-file checkpoint with its tensors changed."""
     tensors = change(load_file(path / "model.safetensors"))
@@ -43,7 +49,14 @@ def rewritten(path, change):
 
 @pytest.mark.parametrize(
     ("family", "single"),
-    [("qwen3_moe", "experts"), ("glm4_moe", "qk_norm"), ("glm4_moe_lite", "untied"), ("deepseek_v3", "untied")],
+    [
+        ("qwen3_moe", "experts"),
+        ("glm4_moe", "qk_norm"),
+        ("glm4_moe_lite", "untied"),
+        ("deepseek_v3", "untied"),
+        ("deepseek_v32", "untied"),
+        ("glm_moe_dsa", "untied"),
+    ],
 )
 def test_both_forms_give_the_same_banks_and_come_back_in_their_own(tmp_path, family, single):
     found = {}
@@ -131,7 +144,11 @@ def test_impossible_mixtures_are_refused_by_key(family, changes, key):
         owner.read({**config, **changes})
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+SIGMOID = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+"""Families with a correction bias in their routers and prediction depths after their last layer."""
+
+
+@pytest.mark.parametrize("family", SIGMOID)
 def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
     path = written(tmp_path, family, "bias_seven")
     before = load_file(path / "model.safetensors")
@@ -143,7 +160,8 @@ def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
         len(set(before[name].bfloat16().tolist())) < len(set(bias.tolist()))
         or (before[name].bfloat16().float() != before[name]).any()
     )
-    assert {str(one.dtype) for n, one in before.items() if "bias" not in n} == {"torch.bfloat16"}
+    wide = find(family).variants["bias_seven"].float32
+    assert {str(one.dtype) for n, one in before.items() if not n.endswith(wide)} == {"torch.bfloat16"}
     export_checkpoint(banks_of(path, tmp_path / "banks"), tmp_path / "back")
     assert list(compare_sources(open_source(path), open_source(tmp_path / "back"))) == []
     after = load_file(tmp_path / "back" / "model.safetensors")[name].numpy()
@@ -151,11 +169,9 @@ def test_correction_biases_near_seven_keep_their_bits(tmp_path, family):
     assert after.tobytes() == bias.tobytes()
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+@pytest.mark.parametrize("family", SIGMOID)
 @pytest.mark.parametrize("depths", [1, 3])
 def test_prediction_depths_that_share_a_shard_with_the_head_come_back(tmp_path, depths, family):
-    from dataclasses import replace
-
     owner = find(family)
     spec = owner.variants["depths"]
     spec = replace(spec, depths=depths, config={**spec.config, "num_nextn_predict_layers": depths})
@@ -168,6 +184,12 @@ def test_prediction_depths_that_share_a_shard_with_the_head_come_back(tmp_path, 
     assert set(banks.manifest.carried) == beside - {"lm_head.weight"}
     export_checkpoint(banks, tmp_path / "back")
     assert list(compare_sources(open_source(path), open_source(tmp_path / "back"))) == []
+    # In other files, which have nothing to do with the source's: every tensor all the same.
+    export_checkpoint(banks, tmp_path / "divided", max_shard_size="20kB")
+    assert len(list((tmp_path / "divided").glob("*.safetensors"))) > 3
+    held, divided = tensors_of(path), tensors_of(tmp_path / "divided")
+    assert divided.keys() == held.keys()
+    assert all(torch.equal(one, divided[name]) for name, one in held.items())
 
 
 def test_depths_that_the_config_does_not_announce_are_refused(tmp_path):
