@@ -6,6 +6,7 @@ to its dtype, shape and data_offsets relative to byte 8 + N, then the data witho
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -206,11 +207,19 @@ class MappedFile:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != self.header.file_bytes:
                 raise ConversionError(f"{path.name}: the file has changed since its header was read")
-            if private:
-                flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
-            else:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                if private:
+                    flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                    self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
+                else:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                raise ConversionError(
+                    f"{path.name}: cannot be mapped ({error.strerror}): its {self.header.file_bytes} bytes are more "
+                    "than this process may address; raise its limit (ulimit -v)"
+                ) from error
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's bytes, uint8 [nbytes]."""

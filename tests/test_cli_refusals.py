@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import TINY, content, dewconv_command, fails, succeeds
+from test_cli import TINY, content, dewconv_command, fails, sparse_copy, succeeds
 
 ONE, TWO, STRAY = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model2.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -149,6 +151,27 @@ def test_casts_are_said(banks: Path, tmp_path: Path) -> None:
     assert "matrices are cast to float32" in done.stderr
     done = succeeds("import", TINY, "b", "--unverified", "--dtype", "float32", cwd=tmp_path)
     assert "matrices were cast to float32" in done.stderr
+
+
+NARROW = """
+import resource, sys
+from dewconv.cli import run
+resource.setrlimit(resource.RLIMIT_AS, (600_000_000, 600_000_000))
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_a_file_beyond_what_a_process_may_address(tmp_path: Path) -> None:
+    """`ulimit -v` below the size of a shard, which is mapped whole: said, and nothing is written."""
+    source, size = sparse_copy(tmp_path / "source", 200_000)
+    assert size > 10**9
+    command = [sys.executable, "-c", NARROW, "import", str(source), "out", "--unverified"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "model.safetensors: cannot be mapped (Cannot allocate memory)" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_damaged_banks_leave_nothing(banks: Path, tmp_path: Path) -> None:
