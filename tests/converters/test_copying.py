@@ -1,5 +1,8 @@
 """Blocks are the tensor's elements in order, whatever views fill it, however small the buffer."""
 
+import json
+import subprocess
+import sys
 from threading import Event
 
 import ml_dtypes
@@ -106,3 +109,38 @@ def test_the_first_failure_stops_the_rest_and_is_raised():
     with pytest.raises(RuntimeError, match="the largest"):
         run_parallel(work, range(101), lambda item: item, threads=2)
     assert len(done) <= 2
+
+
+OPENED = """
+import sys
+from collections import Counter
+from dewconv.converters.source import open_source
+from dewconv.converters.importing import import_checkpoint
+from dewconv.converters.exporting import export_checkpoint
+
+opened = Counter()
+
+def count(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".safetensors"):
+        opened[str(arguments[0])] += 1
+
+sys.addaudithook(count)
+source, banks, out = sys.argv[1:]
+made = import_checkpoint(open_source(source), banks)
+read = {name: times for name, times in opened.items() if name.startswith(source)}
+opened.clear()
+export_checkpoint(made, out)
+print([sorted(read.values()), sorted(times for name, times in opened.items() if name.startswith(banks))])
+"""
+
+
+def test_a_file_is_opened_for_its_header_and_for_its_tensors(tiny, tmp_path):
+    """However many tensors it holds: opening is what costs on storage that is not a disk."""
+    checkpoint = tiny.qwen3(shards=3, num_hidden_layers=12)
+    arguments = [str(checkpoint.path), str(tmp_path / "banks"), str(tmp_path / "out")]
+    result = subprocess.run([sys.executable, "-c", OPENED, *arguments], check=True, capture_output=True, text=True)
+    read, exported = json.loads(result.stdout)
+    assert len(read) == 3
+    assert max(read) <= 2
+    assert len(exported) == 2
+    assert max(exported) <= 2

@@ -213,11 +213,9 @@ class TestTextHalf:
             name.replace(body, "model."): array.tobytes() for name, array in text.items()
         }
         result = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert result["architectures"] == ["Gemma3ForCausalLM"]
-        assert result["model_type"] == "gemma3_text"
-        assert result["torch_dtype"] == "bfloat16"
-        assert result["eos_token_id"] == [1, 106]
-        assert not {"text_config", "vision_config"} & set(result)
+        # The text config as it was, and what the wrapper states for it: nothing else is added, lost or changed.
+        told = {key: config[key] for key in ("torch_dtype", "transformers_version", "eos_token_id")}
+        assert result == {**config["text_config"], "architectures": ["Gemma3ForCausalLM"], **told}
         assert not (tmp_path / "out" / "preprocessor_config.json").exists()
         again = plan_import(open_source(tmp_path / "out"))
         assert again.fields == banks.manifest.fields
@@ -356,6 +354,30 @@ class TestAtomic:
         assert "cannot be written" in result.stdout
         assert "File too large" in result.stdout
         assert set(tmp_path.iterdir()) == before
+
+    def test_what_is_written_is_read_again_before_it_is_there(self, tiny, tmp_path, monkeypatch):
+        """A shard that is gone, or holds another tensor than the plan says, when all is written."""
+        banks = banks_of(tiny.qwen3(shards=2), tmp_path)
+        before = set(tmp_path.iterdir())
+        original, name = exporting.write_files, b".layers.1.mlp.up_proj.weight"
+
+        def lose(path):
+            path.unlink()
+
+        def rename(path):
+            path.write_bytes(path.read_bytes().replace(name, name.replace(b"1", b"9")))
+
+        for spoil, said in ((lose, "cannot be written"), (rename, "differs from the plan")):
+
+            def write(stage, *args, spoil=spoil, **options):
+                original(stage, *args, **options)
+                (shard,) = (path for path in stage.glob("*.safetensors") if name in path.read_bytes())
+                spoil(shard)
+
+            monkeypatch.setattr(exporting, "write_files", write)
+            with pytest.raises(ConversionError, match=said):
+                export_checkpoint(banks, tmp_path / "out")
+            assert set(tmp_path.iterdir()) == before
 
 
 class TestBankDirectory:

@@ -11,6 +11,7 @@ from slowed_command import end_after
 
 from dewconv.converters import writing
 from dewconv.converters.banks import check_banks, open_banks
+from dewconv.converters.exporting import export_checkpoint
 from dewconv.converters.importing import import_checkpoint
 from dewconv.converters.safetensors_files import FileWriter
 from dewconv.converters.source import open_source
@@ -61,3 +62,33 @@ def test_a_full_disk_that_shows_while_files_are_flushed_ends_the_import(tiny, tm
         import_checkpoint(source, tmp_path / "out")
     assert flushed
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_every_byte_is_on_the_disk_before_out_is_there(tiny, tmp_path, monkeypatch, verb):
+    """What a crash of the machine right after the rename would find: every file and directory was synced before it,
+    and the one that holds OUT after it."""
+    source = open_source(tiny.qwen3(shards=2).path)
+    banks = import_checkpoint(source, tmp_path / "banks")
+    out, synced, done = tmp_path / "out", [], {}
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(fd):
+        fsync(fd)
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def renaming(old, new):
+        done.update({str(old): len(synced)})
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "rename", renaming)
+    if verb == "import":
+        import_checkpoint(source, out)
+    else:
+        export_checkpoint(banks, out)
+    ((stage, before),) = done.items()
+    whole = [out, *(path for path in out.rglob("*"))]
+    assert len(whole) > 10
+    assert {str(path).replace(str(out), stage, 1) for path in whole} <= set(synced[:before])
+    assert synced[before:] == [str(tmp_path)]
