@@ -503,6 +503,8 @@ def test_everything_that_does_not_fit_is_found():
             "h.scale": ("F8_E8M0", 8, 1),
             "i.weight": ("F8_E4M3", 8),
             "i.weight_scale_inv": ("F32", 1),
+            "j.weight": ("U8", 8, 8),
+            "j.weight_scale_inv": ("F32", 1, 1),
         }
     )
     grouping = Fp8((128, 128), ("block",)).group(stored)
@@ -517,9 +519,10 @@ def test_everything_that_does_not_fit_is_found():
         "tensor g.weight: found F8_E4M3 with g.weight_scale_inv and g.scale",
         "tensor h.weight: found dtype I8 beside h.scale: packed FP4 (mxfp4)",
         "tensor i.weight_scale_inv: found shape [1], needed shape a weight of two axes",
+        "tensor j.weight: found dtype U8 beside j.weight_scale_inv",
     ):
         assert needed in lines, lines
-    assert len(grouping.findings) == 9
+    assert len(grouping.findings) == 10
 
 
 def test_scales_by_another_name_and_scales_of_activations():

@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -226,12 +227,13 @@ class Dangerous:
         return open, (self.path, "w")
 
 
-def test_pickled_weights_alone_are_refused_and_never_run(tiny, tmp_path):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+def test_pickled_weights_alone_are_refused_and_never_run(tiny, tmp_path, name):
     checkpoint = tiny.qwen3()
     (checkpoint.path / "model.safetensors").unlink()
     trap = tmp_path / "trap"
-    (checkpoint.path / "pytorch_model.bin").write_bytes(pickle.dumps(Dangerous(str(trap))))
-    with pytest.raises(ConversionError, match=r"pytorch_model\.bin.*save_pretrained"):
+    (checkpoint.path / name).write_bytes(pickle.dumps(Dangerous(str(trap))))
+    with pytest.raises(ConversionError, match=rf"{re.escape(name)}.*save_pretrained"):
         open_source(checkpoint.path)
     assert not trap.exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,24 @@ def test_an_index_that_names_what_the_hub_has_not(checkpoint, tmp_path):
     with running({"org/tiny": Repository(source)}) as hub:
         done = command(tmp_path / "home", hub.url, "import", "org/tiny", tmp_path / "banks", "--stream", code=2)
     assert "shard model-00002-of-00002.safetensors: found not in the repository" in done.stderr
+
+
+@pytest.mark.parametrize("how", [(), ("--stream",)], ids=["fetched", "streamed"])
+def test_an_index_never_leads_to_another_repository(checkpoint, tmp_path, how):
+    """The token that opens one repository is not sent for a file of another, which the index of the first names."""
+    source, shard = tmp_path / "source", "../../../org/secret/resolve/main/x.safetensors"
+    shutil.copytree(checkpoint, source)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = shard
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with running({"org/tiny": Repository(source), "org/secret": Repository(checkpoint, token=TOKEN)}) as hub:
+        words = ("import", "org/tiny", tmp_path / "banks", *how, "--token", TOKEN)
+        done = command(tmp_path / "home", hub.url, *words, code=2)
+    assert repr(shard) in done.stderr
+    assert "plain file name" in done.stderr
+    assert hub.requests
+    assert not [path for _, path, _ in hub.requests if "secret" in path or ".." in path]
+    assert not (tmp_path / "banks").exists()
 
 
 def test_inspecting_by_ranges_reads_headers_alone(checkpoint, tmp_path):
