@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import dewconv
+from dewconv.converters.loading import read_parameters
+from dewconv.converters.trees import nested
 from dewconv.families import find
 from dewconv.parity import write_checkpoint
 
@@ -39,6 +42,8 @@ print(json.dumps(told))
 
 SHARDS = {"max_shard_size": "20kB"}
 HALF = {"text_only": True}
+TUNED = {"tuned": True}
+"""Weights that `save` was given: the checkpoint's, each twice as large."""
 EXPORTS = {
     "qwen3-tied": ("qwen3", "tied", {}),
     "qwen3-shards": ("qwen3", "untied", SHARDS),
@@ -54,8 +59,12 @@ EXPORTS = {
     "qwen3_moe-fused": ("qwen3_moe", "fused", SHARDS),
     "glm4_moe-single": ("glm4_moe", "qk_norm", SHARDS),
     "glm4_moe-bias": ("glm4_moe", "bias_seven", SHARDS),
+    "gemma3-tuned": ("gemma3", "wrapper_hub", TUNED),
+    "qwen3_moe-tuned": ("qwen3_moe", "fused", TUNED),
+    "glm4_moe-tuned": ("glm4_moe", "bias_seven", TUNED),
 }
-"""directory -> family, variant, and how its banks are exported: other shards, another dtype, the text half."""
+"""directory -> family, variant, and how its banks are exported: other shards, another dtype, the text half, other
+weights."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +77,11 @@ def told(tmp_path_factory):
         if source not in banks:
             write_checkpoint(source, owner.variants[variant], owner)
             banks[source] = dewconv.import_checkpoint(source, where / source.name, unverified=True)
-        dewconv.export_checkpoint(banks[source], out / name, **options)
+        held = banks[source]
+        if options is TUNED:
+            leaves = {path: array * 2 for path, array in read_parameters(held.path)[1].items()}
+            held = dewconv.save(where / name, None, nested(leaves), held)
+        dewconv.export_checkpoint(held, out / name, **{key: value for key, value in options.items() if key != "tuned"})
     done = subprocess.run([sys.executable, "-c", LOAD, str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout.splitlines()[-1])
@@ -82,7 +95,8 @@ def test_nothing_is_missing_unexpected_or_of_another_shape(told, name):
     assert one["class"] == json.loads((out / name / "config.json").read_text())["architectures"][0]
     family, variant, options = EXPORTS[name]
     # The same weights in other files are the same model, bit for bit; a cast is another.
-    assert (one["decoder"] == found[f"source-{family}-{variant}"]["decoder"]) is ("dtype" not in options)
+    same = one["decoder"] == found[f"source-{family}-{variant}"]["decoder"]
+    assert same is not bool({"dtype", "tuned"} & options.keys())
 
 
 def test_a_text_half_is_the_wrappers_decoder(told):
@@ -101,6 +115,20 @@ def test_tied_heads_come_back_tied_without_a_tensor(told):
         for file in (out / name).glob("*.safetensors"):
             assert not any("lm_head" in tensor for tensor in load_file(file))
     assert not found["qwen3-shards"]["tied"]
+
+
+def test_changed_weights_keep_names_shapes_and_dtypes(told):
+    out, _ = told
+    for name, (family, variant, options) in EXPORTS.items():
+        if options is not TUNED:
+            continue
+        before = load_file(out / f"source-{family}-{variant}" / "model.safetensors")
+        after = load_file(out / name / "model.safetensors")
+        assert after.keys() == before.keys()
+        for tensor, value in before.items():
+            carried = tensor.startswith(("vision_tower.", "multi_modal_projector."))
+            assert torch.equal(after[tensor], value if carried else value * 2), tensor
+            assert after[tensor].dtype == value.dtype, tensor
 
 
 def test_the_check_can_fail(tmp_path):
