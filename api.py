@@ -34,12 +34,10 @@ def plan_import(
     """What an import of `source` (a directory, a hub id, an opened source) will do; `plan.run(out)` does it.
 
     dtype, bank_layers, text_only, quantized: `converters.plan.plan_import`. The rest: `converters.source.open_source`.
-    all_files: weights beside the checkpoint's own come along as side files (`Source.with_all_files`).
     Raises ConversionError, or FindingsError with everything that does not fit.
     """
     if not isinstance(source, Source):
-        source = open_source(source, revision, token, cache_dir, offline, stream)
-    source = source.with_all_files() if all_files else source
+        source = open_source(source, revision, token, cache_dir, offline, stream, all_files)
     return plan_source(source, dtype=dtype, bank_layers=bank_layers, text_only=text_only, quantized=quantized)
 
 

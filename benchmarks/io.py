@@ -176,6 +176,8 @@ def main() -> None:
     options = parser.parse_args()
     table = Table("checkpoint", "", "seconds", "ratio to the copy", "anonymous MB")
     before = os.getloadavg()[0]
+    if options.at:
+        options.at.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dewconv-io-", dir=options.at) as scratch:
         room = options.at or Path(scratch)
         idle = measured(["-c", "import time; time.sleep(0.2)"]).anonymous

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from ..families.errors import ConversionError
+from .side_files import CODE, PICKLES
 
-ALLOW = (
-    "*.safetensors",
+BESIDE = (
     "*.safetensors.index.json",
     "*.json",
     "*.jinja",
@@ -21,7 +22,10 @@ ALLOW = (
     "LICENSE*",
     "NOTICE*",
 )
-IGNORE = ("*/*.safetensors", "onnx/*", "coreml/*", "openvino/*", ".git/*")
+IGNORE = ("onnx/*", "coreml/*", "openvino/*", ".git/*")
+
+WeightsOf = Callable[[Path], Sequence[str]]
+"""A directory of what lies beside a checkpoint's weights -> their files' names."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _HUB_ID = re.compile(f"{_PART}/{_PART}")
@@ -39,28 +43,38 @@ def snapshot(
     cache_dir: Path | None = None,
     offline: bool = False,
     near: str = "",
-    weights: bool = True,
+    weights: WeightsOf | None = None,
+    all_files: bool = False,
 ) -> Path:
     """The local snapshot directory of `repo` at `revision`, downloaded when the cache lacks it.
 
     `repo` is also the name of no local directory; near is said with it, of one that may have been meant. weights:
-    False leaves the safetensors files where they are.
+    which safetensors files are fetched, from what is beside them; None leaves all where they are. all_files: fetch
+    what is no checkpoint's too (GGUF, ONNX), but neither code nor pickles.
     The library's own environment is honoured (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN). Raises
     ConversionError with one line for each way this fails; the token appears in none.
     """
     from huggingface_hub import snapshot_download
 
-    with told(repo, revision, offline, near):
+    def fetched(revision: str | None, allow: list[str] | None, ignore: list[str]) -> Path:
         path = snapshot_download(
             repo,
             revision=revision,
             token=token,
             cache_dir=cache_dir,
             local_files_only=offline,
-            allow_patterns=list(ALLOW),
-            ignore_patterns=list(IGNORE) if weights else [*IGNORE, "*.safetensors"],
+            allow_patterns=allow,
+            ignore_patterns=ignore,
         )
-    return Path(path)
+        return Path(path)
+
+    with told(repo, revision, offline, near):
+        if all_files:
+            return fetched(revision, None, [".git/*", *(f"*{suffix}" for suffix in (*PICKLES, *CODE))])
+        root = fetched(revision, list(BESIDE), list(IGNORE))
+        if weights is not None:
+            fetched(root.name, [escape(name) for name in weights(root)], [])
+        return root
 
 
 @contextmanager

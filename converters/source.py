@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -158,13 +159,16 @@ def open_source(
     cache_dir: str | Path | None = None,
     offline: bool = False,
     stream: bool = False,
+    all_files: bool = False,
 ) -> Source:
     """The source that `target` names: a directory, or a hub id `org/name` at a revision.
 
     A path that exists is never looked up on the hub. stream: what is not weights is fetched, the weights stay on the
-    hub and are read by ranges. A directory with a config.json and no weights opens too
-    (`has_weights` is False). Raises ConversionError when it cannot be opened: no such directory, no config, only
-    pickled weights, a fault of a header or of the index (every fault of an index at once, as FindingsError).
+    hub and are read by ranges. all_files: other weights beside the checkpoint's own (GGUF, ONNX) are fetched and are
+    among its side files; code, pickles and links out of the directory never are. A directory with a config.json and no
+    weights opens too (`has_weights` is False). Raises ConversionError when it cannot be opened: no such directory, no
+    config, only pickled weights, a fault of a header or of the index (every fault of an index at once, as
+    FindingsError).
     """
     text = str(target)
     if not text:
@@ -173,6 +177,10 @@ def open_source(
     if stream and (path.exists() or offline):
         why = "offline mode is on" if offline else "it is a local directory"
         raise ConversionError(f"{text}: cannot be streamed, {why}; go without --stream")
+    if stream and all_files:
+        raise ConversionError(
+            f"{text}: --all-files fetches whole files and --stream stores none; go without one of them"
+        )
     shards: Shards | None = None
     if path.exists():
         root, repo, commit = _local_root(path, revision)
@@ -180,13 +188,15 @@ def open_source(
         raise ConversionError(f"{text}: is a link to {path.readlink()}, which does not exist")
     elif is_hub_id(text):
         cache = Path(cache_dir) if cache_dir else None
-        root = snapshot(text, revision, token, cache, offline, _near(path), weights=not stream)
+        weights = None if stream else partial(_weight_names, text)
+        root = snapshot(text, revision, token, cache, offline, _near(path), weights, all_files)
         repo, commit = text, root.name
         shards = RemoteShards(text, commit, token) if stream else None
     else:
         raise ConversionError(f"{text}: no such directory (a hub id looks like org/name){_near(path)}")
     try:
-        return _read(text, root, repo, commit, shards or LocalShards(root))
+        source = _read(text, root, repo, commit, shards or LocalShards(root))
+        return source.with_all_files() if all_files else source
     except ConversionError as error:
         raise within(text, error) from error.__cause__
     except OSError as error:
@@ -354,6 +364,17 @@ def _shards(root: Path, label: str, files: Shards) -> tuple[bytes | None, tuple[
             f"both {SINGLE} and {INDEX}, which does not name it, are present; remove the one that is not meant"
         )
     return text, tuple(sorted(shards))
+
+
+def _weight_names(label: str, root: Path) -> list[str]:
+    """The files that may hold the weights of what lies in `root`: a repository may have others beside them. An index
+    that is refused is refused here, before any is fetched."""
+    if not (root / INDEX).is_file():
+        return [SINGLE]
+    try:
+        return [SINGLE, *dict.fromkeys(_weight_map((root / INDEX).read_bytes()).values())]
+    except ConversionError as error:
+        raise within(label, error) from error.__cause__
 
 
 def _weight_map(text: bytes) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_server import Repository, running
 from test_cli import TINY, as_json, content, fails, succeeds
 
 import dewconv.converters.dtypes as dtypes
@@ -284,6 +285,7 @@ class TestAllFiles:
     """What of a directory comes along, with and without being asked to."""
 
     LEFT = ("model.gguf", "onnx/model.onnx", "consolidated.safetensors", "other.safetensors.index.json")
+    WEIGHTS = ("model.gguf", "onnx/model.onnx", "consolidated.safetensors")
     NEVER = ("modeling_x.py", "evil.bin", "evil.pt", "array.npy", "run.sh", ".git/config", "link.txt", "dir/link.gguf")
 
     @pytest.fixture
@@ -317,6 +319,23 @@ class TestAllFiles:
         assert not any(name.endswith(self.NEVER) or b"secret" in data for name, data in held.items())
         (tmp_path / "banks" / "source" / "model.gguf").write_bytes(b"model.gguF")
         assert "source/model.gguf" in fails("export", "banks", "again", cwd=tmp_path)
+
+    def test_of_a_hub_id_they_are_fetched(self, source: Path, tmp_path: Path) -> None:
+        for path in (source / "link.txt", source / "dir" / "link.gguf"):
+            path.unlink()
+        imported = ("import", "org/tiny", "banks", "--all-files", "--unverified")
+        with running({"org/tiny": Repository(source)}) as hub:
+            env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+            plain = as_json("import", "org/tiny", "plain", "--unverified", cwd=tmp_path, env=env)
+            assert not set(plain["side_files"]) & set(self.LEFT)
+            assert not set(hub.sent) & {*self.WEIGHTS, *self.NEVER}
+            assert "--stream" in fails(*imported, "--stream", cwd=tmp_path, env=env)
+            assert set(as_json(*imported, cwd=tmp_path, env=env)["side_files"]) >= set(self.LEFT)
+            assert not set(hub.sent) & set(self.NEVER)
+        shutil.rmtree(tmp_path / "banks")
+        assert set(as_json(*imported, cwd=tmp_path)["side_files"]) >= set(self.LEFT), "from the cache, offline"
+        succeeds("export", "banks", "back", cwd=tmp_path)
+        assert content(tmp_path / "back") == content(TINY) | {name: name.encode() for name in self.LEFT}
 
     def test_a_plan_says_which(self, source: Path, tmp_path: Path) -> None:
         plain = as_json("import", source, "x", "--dry-run", "--unverified", cwd=tmp_path)
