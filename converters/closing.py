@@ -63,7 +63,7 @@ def choose_spelling(
     Each spelling is tried against the names the rules expect; a name that two spellings share decides nothing.
     """
     present = set(names)
-    expected = [place.source for rule in _every_rule(statements) for place in rule.placements()]
+    expected = [name for rule in _every_rule(statements) for name in rule.sources()]
     met = {spelling: {spelling.of(name) for name in expected} & present for spelling in family.spellings}
     best = max(family.spellings, key=lambda spelling: len(met[spelling]))
     findings = []

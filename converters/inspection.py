@@ -16,7 +16,7 @@ from .closing import CarriedTensor, respell_statements
 from .codecs import Codec, Plain
 from .dtypes import FLOATS, nbytes
 from .parts import expand
-from .plan import carried_parts, examine_names, find_family, source_codec, stored_tensors
+from .plan import carried_parts, examine_names, find_family, source_codec
 from .source import Source
 
 
@@ -163,7 +163,7 @@ def _tensors(source: Source, family: Family, fields: DecoderFields, problems: li
         codec = Plain()
     spelling, closing, grouping, findings = examine_names(source, family, fields, codec)
     if source.has_weights:
-        kept = [] if findings else expand(closing.placements, grouping.tensors, stored_tensors(source)).findings
+        kept = [] if findings else expand(closing.placements, grouping.tensors, source.stored).findings
         problems += [str(finding) for finding in (*findings, *kept)]
     settled, _ = settle(respell_statements(family.weights(fields), spelling), grouping.tensors)
     shapes = leaf_shapes(closing.placements)

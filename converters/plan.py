@@ -19,7 +19,7 @@ from ..families.fields import shown
 from ..families.registry import find
 from ..families.rules import Alias, Carried, Placement, View, leaf_shapes
 from .closing import CarriedTensor, Closing, choose_spelling, close, refuse_too_many, respell_statements
-from .codecs import Codec, Grouping, Logical, Stored
+from .codecs import Codec, Grouping, Logical
 from .dtypes import FLOATS, is_float, nbytes
 from .layout import CARRIED, Layout, Leaf, file_name, is_part, lay_out_leaves
 from .parts import Coding, expand
@@ -244,14 +244,9 @@ def source_codec(source: Source) -> Codec:
     """The codec of a source. Raises ConversionError when its method is not built, naming some of its tensors."""
     try:
         hf_quant = read_hf_quant(source.root, [item.path for item in source.side_files])
-        return codec_of(source.config, hf_quant, stored_tensors(source))
+        return codec_of(source.config, hf_quant, source.stored)
     except ConversionError as error:
         raise within(source.label, error) from error.__cause__
-
-
-def stored_tensors(source: Source) -> dict[str, Stored]:
-    """The source's tensors as its headers state them."""
-    return {name: Stored(name, item.dtype, item.shape) for name, item in source.tensors.items()}
 
 
 def close_source(
@@ -272,7 +267,7 @@ def examine_names(
     that does not close."""
     statements = [*family.weights(fields), *family.carried(family.canonical(source.config).text)]
     refuse_too_many(statements, source.label)
-    grouping = codec.group(stored_tensors(source))
+    grouping = codec.group(source.stored)
     spelling, findings = choose_spelling(family, statements, grouping.tensors)
     closing = close(respell_statements(statements, spelling), _beside(source, family), grouping.tensors)
     findings = [*grouping.findings, *findings, *closing.findings]
@@ -374,7 +369,7 @@ def _assemble(
     if coded:
         _refuse_coded_zeros(source, closing, tensors)
     if coded and quantized == "keep":
-        expansion = expand(closing.placements, tensors, stored_tensors(source))
+        expansion = expand(closing.placements, tensors, source.stored)
         if expansion.findings:
             raise FindingsError(source.label, expansion.findings)
         placements, codings = expansion.placements, expansion.codings

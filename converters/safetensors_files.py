@@ -27,6 +27,7 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit (safetensors 0.8, MAX_HEADER_SIZE)."""
 METADATA_KEY = "__metadata__"
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 PAGE = 4096
 """Where a written file's data start: a mapped page."""
 ALIGNMENT = 64
@@ -170,20 +171,20 @@ def _metadata(value: Any, where: str) -> dict[str, str] | None:
     return value
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _are_counts(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)  # JSON's true is a bool, and an int
 
 
 def _entry(name: str, value: Any, where: str) -> TensorEntry:
     at = f"{where}: tensor {name!r}"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != ENTRY_KEYS:
         raise ConversionError(f"{at} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not is_known(dtype):
         raise ConversionError(f"{at} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
+    if not isinstance(shape, list) or not _are_counts(shape):
         raise ConversionError(f"{at} has the shape {shape!r}, not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(size) for size in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
         raise ConversionError(f"{at} has the data_offsets {offsets!r}, not [begin, end]")
     begin, end = offsets
     needed = nbytes(dtype, shape)

@@ -8,12 +8,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from ..families.errors import ConversionError, Finding, FindingsError, within
+from .codecs import Stored
 from .hub import is_hub_id, snapshot
 from .remote import RemoteShards
 from .safetensors_files import Header, TensorEntry, is_unicode
@@ -73,6 +74,15 @@ class Source:
     repo: str | None = None
     commit: str | None = None
     shards: Shards = field(default=LocalShards(Path()), repr=False)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """The tensors as codecs take them."""
+        return {
+            name: Stored(name, entry.dtype, entry.shape)
+            for header in self.headers.values()
+            for name, entry in header.entries.items()
+        }
 
     @property
     def has_weights(self) -> bool:
@@ -265,11 +275,10 @@ def _read(label: str, root: Path, repo: str | None, commit: str | None, files: S
     _refuse_unreadable(config_path, roots, label)
     config_text = config_path.read_bytes()
     config = read_json_object(config_text, CONFIG)
-    index_text, shards = _shards(root, label, files)
+    index_text, weight_map, shards = _shards(root, label, files)
     notices: list[str] = []
     headers: dict[str, Header] = {}
     if index_text is not None:
-        weight_map = _weight_map(index_text)
         _refuse_missing(files, weight_map)
         headers = files.headers(shards)
         notices += _check_index(weight_map, headers)
@@ -351,19 +360,20 @@ def _refuse_unreadable(path: Path, roots: Sequence[Path], label: str) -> None:
         raise ConversionError(f"{label}: {path.name} is {fault}; put the file itself there")
 
 
-def _shards(root: Path, label: str, files: Shards) -> tuple[bytes | None, tuple[str, ...]]:
-    """(index text, shard names) as the directory states them; no shard is opened here."""
+def _shards(root: Path, label: str, files: Shards) -> tuple[bytes | None, dict[str, str], tuple[str, ...]]:
+    """(index text, its tensor -> shard, shard names) as the directory states them; no shard is opened here."""
     index = root / INDEX
     if not _stands(index):
-        return None, (SINGLE,) if files.stands(SINGLE) else ()
+        return None, {}, (SINGLE,) if files.stands(SINGLE) else ()
     _refuse_unreadable(index, allowed_roots(root), label)
     text = index.read_bytes()
-    shards = tuple(dict.fromkeys(_weight_map(text).values()))
+    weight_map = _weight_map(text)
+    shards = set(weight_map.values())
     if SINGLE not in shards and files.stands(SINGLE):
         raise ConversionError(
             f"both {SINGLE} and {INDEX}, which does not name it, are present; remove the one that is not meant"
         )
-    return text, tuple(sorted(shards))
+    return text, weight_map, tuple(sorted(shards))
 
 
 def _weight_names(label: str, root: Path) -> list[str]:
@@ -384,25 +394,21 @@ def _weight_map(text: bytes) -> dict[str, str]:
         raise ConversionError(f"{INDEX}: has no weight_map object; fetch the index again")
     if not weight_map:
         raise ConversionError(f"{INDEX}: its weight_map is empty, so it names no shard; fetch the index again")
+    plain = {shard for shard in {item for item in weight_map.values() if isinstance(item, str)} if _is_plain(shard)}
     escapes = [
         Finding(
             f"{INDEX} entry {name!r}", repr(shard), "a plain file name ending in .safetensors", "fetch the index again"
         )
         for name, shard in weight_map.items()
-        if not _is_plain(shard)
+        if not isinstance(shard, str) or shard not in plain
     ]
     if escapes:
         raise FindingsError(INDEX, escapes)
     return weight_map
 
 
-def _is_plain(shard: Any) -> bool:
-    return (
-        isinstance(shard, str)
-        and shard.endswith(".safetensors")
-        and not shard.startswith(".")
-        and re.search(r"[/\\:\x00-\x1f]", shard) is None
-    )
+def _is_plain(shard: str) -> bool:
+    return shard.endswith(".safetensors") and not shard.startswith(".") and re.search(r"[/\\:\x00-\x1f]", shard) is None
 
 
 def _refuse_missing(files: Shards, weight_map: Mapping[str, str]) -> None:

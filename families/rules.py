@@ -11,6 +11,7 @@ import math
 import string
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -227,23 +228,31 @@ class Rule:
         inside = names_in(self.leaf)
         return tuple(name for name in self.over if name not in inside)
 
+    def sources(self) -> Iterator[str]:
+        """The source's name at every combination of the indices."""
+        for values in product(*self.over.values()):
+            yield self.source.format_map(dict(zip(self.over, values, strict=True)))
+
     def placements(self) -> Iterator[Placement]:
         """The rule at every combination of its indices."""
-        stacked = self.stacked
+        rows = {name: {value: row for row, value in enumerate(self.over[name])} for name in reversed(self.stacked)}
         views: dict[tuple[int, ...], View] = {}
         for values in product(*self.over.values()):
             at = dict(zip(self.over, values, strict=True))
-            position = tuple(at[name] for name in stacked)
-            if position not in views:
-                views[position] = self._stacked_view(stacked, at)
-            yield Placement(self.source.format_map(at), self.source_view, self.leaf.format_map(at), views[position])
+            position = tuple(places[at[name]] for name, places in rows.items())
+            view = views.get(position)
+            if view is None:
+                view = self.leaf_view
+                for row, places in zip(position, rows.values(), strict=True):
+                    view = _row_of(view, row, len(places))
+                views[position] = view
+            yield Placement(self.source.format_map(at), self.source_view, self.leaf.format_map(at), view)
 
-    def _stacked_view(self, stacked: Sequence[str], at: Mapping[str, int]) -> View:
-        view = self.leaf_view
-        for name in reversed(stacked):
-            rows = self.over[name]
-            view = view.prepend(list(rows).index(at[name]), len(rows))
-        return view
+
+@lru_cache(maxsize=65536)
+def _row_of(view: View, row: int, rows: int) -> View:
+    """`View.prepend`: the rules of alike layers share their views."""
+    return view.prepend(row, rows)
 
 
 @dataclass(frozen=True)
@@ -300,7 +309,7 @@ class OneOf:
         """The rules of the form that `names` holds tensors of (the first form when of none), and a finding when
         it holds tensors of two."""
         met = {
-            form: next((place.source for rule in rules for place in rule.placements() if place.source in names), None)
+            form: next((name for rule in rules for name in rule.sources() if name in names), None)
             for form, rules in self.forms.items()
         }
         held = [form for form, name in met.items() if name is not None]

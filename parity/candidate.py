@@ -142,7 +142,7 @@ def build_candidate(
     """
     plan = reference.plan
     config = plan.source.config
-    stored = {name: Stored(name, item.dtype, item.shape) for name, item in plan.source.tensors.items()}
+    stored = plan.source.stored
     own = [*statements, *plan.family.carried(plan.family.canonical(config).text)]
     wrapper = plan.family.wrapper
     beside = wrapper.carried if wrapper is not None and "text_config" in config else ()
