@@ -4,8 +4,8 @@
 
 Makes its own checkpoints of random bits below DIR (a temporary directory by default, removed at the end): a dense one
 of Qwen3's shape, a routed one of Qwen3-MoE's with three tensors an expert (thousands of them from 3 GB on, or with
-more --experts), the first with its projections in FP8 blocks and the second with its experts in packed int4, both
-kept as they are (`--quantized keep`, the default), and one of 50,000 tensors whose data are a hole (sparse files), for
+more --experts), the first with its projections in FP8 blocks, one with experts of Kimi K2.5's width in packed int4,
+both kept as they are (`--quantized keep`, the default), and one of 50,000 tensors whose data are a hole (sparse files), for
 plans.
 
 One turn is `cp` of the checkpoint's files and an fsync of each, `dewconv import` and `dewconv export`, as whole
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from io_checkpoints import FP8, INT4, dense_config, fitting, routed_config, write_checkpoint
+from io_checkpoints import FP8, dense_config, fitting, int4_config, routed_config, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 
@@ -185,9 +185,7 @@ def main() -> None:
             "dense": lambda: fitting(dense_config, options.mb),
             "routed": lambda: fitting(lambda layers: routed_config(layers, options.experts), options.mb),
             "fp8": lambda: fitting(lambda layers: dense_config(layers) | {"quantization_config": FP8}, options.mb),
-            "int4": lambda: fitting(
-                lambda layers: routed_config(layers, options.experts) | {"quantization_config": INT4}, options.mb
-            ),
+            "int4": lambda: fitting(int4_config, options.mb),
             "plan": lambda: routed_config(PLANNED_TENSORS // (3 * 128 + 9) + 1, 128),
         }
         what = options.what or list(makers)

@@ -78,6 +78,16 @@ def routed_config(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def int4_config(layers: int) -> dict[str, Any]:
+    """Qwen3-MoE's, its experts packed as Kimi K2.5's are and of their size: 7.3 MB of codes a matrix, 0.9 MB of scales."""
+    return routed_config(layers, 24) | {
+        "vocab_size": 8192,
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "quantization_config": INT4,
+    }
+
+
 def tensors_of(config: dict[str, Any]) -> Tensors:
     """The tensors a release of `config` holds, by name, stored as its `quantization_config` says."""
     record = config.get("quantization_config", {})

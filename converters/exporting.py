@@ -70,15 +70,14 @@ def shard_bytes(size: int | str) -> int:
 class ExportPlan:
     """Everything an export will do.
 
-    headers: shard -> the header it will have. origins: tensor -> the source's name for it (they differ in a
-    text-only export of a wrapper). config: config.json's bytes. index: the index's bytes, None for a single file.
-    side_files: copied from the banks. exact: tensors, shards and side files are the source's, byte for byte, as
-    long as the banks' values are. notices: what is worth saying.
+    headers: shard -> the header it will have. tensors: every tensor of them by name. config: config.json's bytes.
+    index: the index's bytes, None for a single file. side_files: copied from the banks. exact: tensors, shards and
+    side files are the source's, byte for byte, as long as the banks' values are. notices: what is worth saying.
     """
 
     banks: Banks
     headers: Mapping[str, Header] = field(repr=False)
-    origins: Mapping[str, str] = field(repr=False)
+    tensors: Mapping[str, HeldTensor] = field(repr=False)
     config: bytes = field(repr=False)
     index: bytes | None = field(repr=False)
     side_files: tuple[str, ...]
@@ -135,14 +134,10 @@ def plan_export(
         tensors = _text_half(banks, tensors)
     held_leaves(banks, tensors)
     chosen = banks.manifest.dtype if not cast else str(dtype)
-    specs = {
-        shard: [
-            TensorSpec(item.name, _export_dtype(item, chosen), item.entry.shape)
-            for item in tensors
-            if item.shard == shard
-        ]
-        for shard in dict.fromkeys(item.shard for item in tensors)
-    }
+    specs: dict[str, list[TensorSpec]] = {}
+    for item in tensors:
+        spec = TensorSpec(item.name, _export_dtype(item, chosen), item.entry.shape)
+        specs.setdefault(item.shard, []).append(spec)
     size = None if max_shard_size is None else shard_bytes(max_shard_size)
     if text_only and size is None:
         size = DEFAULT_SHARD_BYTES
@@ -163,7 +158,7 @@ def plan_export(
     return ExportPlan(
         banks=banks,
         headers=headers,
-        origins={item.name: item.entry.name for item in tensors},
+        tensors={item.name: item for item in tensors},
         config=config,
         index=index,
         side_files=tuple(name for name in banks.manifest.side_files if name not in left),
@@ -266,7 +261,7 @@ def held_tensors(banks: Banks) -> list[HeldTensor]:
     codes = {item.parts[0]: item for item in logical.values() if decoded and item.quantised}
     gone = {name for item in logical.values() if decoded for name in (*item.parts[1:], *item.beside)}
     places: dict[str, list[Placement]] = {}
-    for place in source_placements(banks):
+    for place in _stored_placements(banks, logical):
         places.setdefault(place.source, []).append(place)
     tensors = []
     for shard, header in banks.source_headers.items():
@@ -315,12 +310,11 @@ def logical_placements(banks: Banks) -> list[Placement]:
     return _placements(banks, logical_tensors(banks))
 
 
-def source_placements(banks: Banks) -> list[Placement]:
+def _stored_placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Placement]:
     """The rules as the banks hold them: on the source's stored tensors, or on logical ones that were decoded.
 
     Raises FindingsError when the stored parts do not follow the rules.
     """
-    logical = logical_tensors(banks)
     places = _placements(banks, logical)
     if banks.manifest.quantized != "keep":
         return places
@@ -436,8 +430,7 @@ def _shards(
 def _jobs(plan: ExportPlan, check: BankCheck) -> list[FileJob]:
     """The shards to be written. The layers of a bank are read in order, so that `check` takes each as it is read."""
     banks = plan.banks
-    tensors = {item.entry.name: item for item in held_tensors(banks)}
-    leaves = bank_layout(banks, [place for item in tensors.values() for place in item.places])
+    leaves = bank_layout(banks, [place for item in plan.tensors.values() for place in item.places])
 
     def read(place: Placement) -> np.ndarray:
         leaf = leaves[place.leaf]
@@ -449,13 +442,13 @@ def _jobs(plan: ExportPlan, check: BankCheck) -> list[FileJob]:
         return banks.open(CARRIED).raw(name)
 
     def parts(entry: TensorEntry) -> Sequence[Part]:
-        item = tensors[plan.origins[entry.name]]
+        item = plan.tensors[entry.name]
         if item.carried:
             return (raw_part(entry, lambda: carried(item.entry.name)),)
         return target_parts(item.places, numpy_dtype(entry.dtype), read, entry.name)
 
     def rank(entry: TensorEntry) -> int:
-        return max((leaves[place.leaf].row for place in tensors[plan.origins[entry.name]].places), default=0)
+        return max((leaves[place.leaf].row for place in plan.tensors[entry.name].places), default=0)
 
     return [FileJob(shard, header, parts, rank) for shard, header in plan.headers.items()]
 

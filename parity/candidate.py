@@ -10,7 +10,6 @@ import flax.errors
 import numpy as np
 
 from ..converters.closing import close, respell_statements
-from ..converters.codecs import Stored
 from ..converters.parts import decode_whole
 from ..converters.plan import ImportPlan, plan_import
 from ..converters.source import open_source
@@ -142,11 +141,10 @@ def build_candidate(
     """
     plan = reference.plan
     config = plan.source.config
-    stored = plan.source.stored
     own = [*statements, *plan.family.carried(plan.family.canonical(config).text)]
     wrapper = plan.family.wrapper
     beside = wrapper.carried if wrapper is not None and "text_config" in config else ()
-    closing = close(respell_statements(own, plan.spelling), beside, plan.codec.group(stored).tensors)
+    closing = close(respell_statements(own, plan.spelling), beside, plan.codec.group(plan.source.stored).tensors)
     if closing.findings:
         raise FindingsError(plan.source.label, closing.findings)
     differences = tuple(leaf_differences(fields, leaf_shapes(closing.placements)))
