@@ -5,8 +5,8 @@
 Makes its own checkpoints of random bits below DIR (a temporary directory by default, removed at the end): a dense one
 of Qwen3's shape, a routed one of Qwen3-MoE's with three tensors an expert (thousands of them from 3 GB on, or with
 more --experts), the first with its projections in FP8 blocks, one with experts of Kimi K2.5's width in packed int4,
-both kept as they are (`--quantized keep`, the default), and one of 50,000 tensors whose data are a hole (sparse files), for
-plans.
+both kept as they are (`--quantized keep`, the default), and one of 50,000 tensors whose data are a hole (sparse
+files), for plans.
 
 One turn is `cp` of the checkpoint's files and an fsync of each, `dewconv import` and `dewconv export`, as whole
 processes that make their output durable, in an order that changes from turn to turn, each begun with nothing left for
@@ -137,6 +137,7 @@ def anonymous():
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1000
 
 def load():
+    held.clear()
     before, start = anonymous(), time.perf_counter()
     held.append(dewconv.load(sys.argv[1]))
     return time.perf_counter() - start, anonymous() - before

@@ -79,7 +79,7 @@ def routed_config(layers: int, experts: int) -> dict[str, Any]:
 
 
 def int4_config(layers: int) -> dict[str, Any]:
-    """Qwen3-MoE's, its experts packed as Kimi K2.5's are and of their size: 7.3 MB of codes a matrix, 0.9 MB of scales."""
+    """Qwen3-MoE's, its experts as Kimi K2.5's are: 7.3 MB of packed codes a matrix, 0.9 MB of scales."""
     return routed_config(layers, 24) | {
         "vocab_size": 8192,
         "hidden_size": 7168,
