@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from failing_disk import mount
 from slowed_command import finish, interfere, partial
 
 POINTS = 8
@@ -182,6 +183,49 @@ def test_what_is_read_is_cut_off_at_many_points(tiny, tmp_path, work, verb):
     assert ended.count(2) > len(ended) * 3 // 4
     finish(at, *given[verb], "old", "--overwrite")
     assert tiny.files_of(at / "old") == made[verb]
+
+
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_a_disk_that_cannot_read_at_many_points(tiny, tmp_path, work, verb):
+    _, made, _ = work
+    at, seen = tmp_path / "there", tmp_path / "seen"
+    before = other_result(tiny, tmp_path, verb, at / "old")
+    source, name = {
+        "import": ("source", "model-00002-of-00003.safetensors"),
+        "export": ("banks", "layers_0_2.safetensors"),
+    }[verb]
+    size = (tmp_path / source / name).stat().st_size
+    seen.mkdir()
+    try:
+        disk = mount(tmp_path / source, seen)
+    except PermissionError:
+        pytest.skip("needs the right to mount a file system")
+    with disk:
+        for point in range(1, POINTS, 2):
+            for out, options in (("new", ()), ("old", ("--overwrite",))):
+                disk.good[name], disk.refused = point * size // POINTS // 4096 * 4096, 0
+                done = command(at, verb, seen, out, *options)
+                assert (done.returncode, disk.refused > 0) == (2, True), done.stderr
+                assert "cannot be read" in done.stderr
+                assert "Traceback" not in done.stderr
+                assert not (at / "new").exists()
+                assert tiny.files_of(at / "old") == before
+                assert partial(at) == []
+        disk.good.clear()
+        done = command(at, verb, seen, "old", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    back = at / "old"
+    if verb == "import":
+        finish(tmp_path, "export", at / "old", "again")
+        back = tmp_path / "again"
+        made = {"export": tiny.files_of(tmp_path / "back")}
+    assert tiny.files_of(back) == made["export"]
+
+
+def command(cwd, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "dewconv", *map(str, arguments), "--quiet"], cwd=cwd, capture_output=True, text=True
+    )
 
 
 def test_a_side_file_that_goes_away_ends_the_import(tiny, tmp_path, work):
