@@ -1,7 +1,7 @@
 # make          the environment in .venv
 # make demo     import -> verify -> export -> generate on the tiny checkpoint in examples/
 # make test     lint, types and tests, as continuous integration runs them
-# make faults   every seeded fault in every family, three quarters of an hour
+# make faults   the seeded faults of every family but Qwen3 (make test has those), three quarters of an hour
 # make real     the tests on the real Gemma 3 270M weights
 # make fuzz     a coverage-guided search for files that break the readers, four minutes
 # make lint     ruff and the type checker alone

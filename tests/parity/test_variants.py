@@ -1,7 +1,7 @@
 """torch and JAX on what converters are known to get wrong, one model each: every position's logits, in float32.
 
-The seeded faults that run with every change pass through Qwen3's variants and a few of other families; here are others',
-and theirs that no fault reaches there. `make faults` and the parity matrix run them all.
+The seeded faults that run with every change pass through Qwen3's variants and a few of other families; here are
+others', and theirs that no fault reaches there. `make faults` and the parity matrix run them all.
 """
 
 from dataclasses import replace
