@@ -189,6 +189,17 @@ def test_an_index_that_names_what_the_hub_has_not(checkpoint, tmp_path):
     assert "shard model-00002-of-00002.safetensors: found not in the repository" in done.stderr
 
 
+def test_the_shards_of_the_index_are_fetched_and_no_other_weights(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (source / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    with running({"org/tiny": Repository(source)}) as hub:
+        command(tmp_path / "home", hub.url, "import", "org/tiny", tmp_path / "banks", "--unverified", "--quiet")
+    fetched = {name: size for name, size in hub.sent.items() if name.endswith(".safetensors")}
+    assert len(fetched) == 2
+    assert fetched == weights_of(checkpoint)
+
+
 @pytest.mark.parametrize("how", [(), ("--stream",)], ids=["fetched", "streamed"])
 def test_an_index_never_leads_to_another_repository(checkpoint, tmp_path, how):
     """The token that opens one repository is not sent for a file of another, which the index of the first names."""
