@@ -8,11 +8,12 @@ quantisation record of the config (`quantisation.py`), never from a cast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..families.errors import Finding
+from .safetensors_files import Header
 
 PLAIN = "plain"
 ROLES = ("", "scale")
@@ -31,6 +32,12 @@ class Stored:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+def stored_tensors(headers: Iterable[Header]) -> dict[str, Stored]:
+    """What a checkpoint's headers state, by name."""
+    entries = (entry for header in headers for entry in header.entries.values())
+    return {entry.name: Stored(entry.name, entry.dtype, entry.shape) for entry in entries}
 
 
 @dataclass(frozen=True)

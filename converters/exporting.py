@@ -17,7 +17,7 @@ from ..families.spelling import TEXT_CONFIG
 from .banks import BankCheck, Banks, check_beside
 from .checksums import FAST, of_bytes
 from .closing import respell_statements
-from .codecs import Logical, Stored
+from .codecs import Logical, stored_tensors
 from .configs import index_text, resized_index, text_config, with_dtype, with_record, without_records
 from .copying import Part
 from .dtypes import numpy_dtype
@@ -297,7 +297,7 @@ def _refuse_unknown(banks: Banks, logical: Mapping[str, Logical]) -> None:
 
 def logical_tensors(banks: Banks) -> Mapping[str, Logical]:
     """The source's logical tensors."""
-    stored = _stored(banks)
+    stored = stored_tensors(banks.source_headers.values())
     try:
         hf_quant = read_hf_quant(banks.path / SOURCE, banks.manifest.side_files)
         return codec_of(banks.config, hf_quant, stored).group(stored).tensors
@@ -305,9 +305,10 @@ def logical_tensors(banks: Banks) -> Mapping[str, Logical]:
         raise within(str(banks.path / SOURCE), error) from error.__cause__
 
 
-def logical_placements(banks: Banks) -> list[Placement]:
-    """The family's rules at every index, in the source's names of logical tensors."""
-    return _placements(banks, logical_tensors(banks))
+def logical_placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Placement]:
+    """The family's rules at every index, in the source's names of its logical tensors."""
+    statements = respell_statements(banks.family.weights(banks.manifest.fields), banks.manifest.spelling)
+    return placements(settle(statements, logical)[0])
 
 
 def _stored_placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Placement]:
@@ -315,23 +316,13 @@ def _stored_placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Pla
 
     Raises FindingsError when the stored parts do not follow the rules.
     """
-    places = _placements(banks, logical)
+    places = logical_placements(banks, logical)
     if banks.manifest.quantized != "keep":
         return places
-    expansion = expand(places, logical, _stored(banks))
+    expansion = expand(places, logical, stored_tensors(banks.source_headers.values()))
     if expansion.findings:
         raise FindingsError(str(banks.path), expansion.findings)
     return list(expansion.placements)
-
-
-def _placements(banks: Banks, logical: Mapping[str, Logical]) -> list[Placement]:
-    statements = respell_statements(banks.family.weights(banks.manifest.fields), banks.manifest.spelling)
-    return placements(settle(statements, logical)[0])
-
-
-def _stored(banks: Banks) -> dict[str, Stored]:
-    entries = [entry for header in banks.source_headers.values() for entry in header.entries.values()]
-    return {entry.name: Stored(entry.name, entry.dtype, entry.shape) for entry in entries}
 
 
 def bank_layout(banks: Banks, places: Sequence[Placement]) -> dict[str, Leaf]:

@@ -123,7 +123,7 @@ def _like_banks(banks: Banks) -> _Like:
     logical = logical_tensors(banks)
     carried = _decoded(manifest.carried, logical) if manifest.quantized == "keep" else manifest.carried
     parts = [_carried_part(banks, name, logical) for name in carried]
-    shapes = leaf_shapes(logical_placements(banks))
+    shapes = leaf_shapes(logical_placements(banks, logical))
     return _Like(replace(manifest, carried=carried), shapes, banks.path, copy_beside, parts)
 
 

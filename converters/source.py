@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from ..families.errors import ConversionError, Finding, FindingsError, within
-from .codecs import Stored
+from .codecs import Stored, stored_tensors
 from .hub import is_hub_id, snapshot
 from .remote import RemoteShards
 from .safetensors_files import Header, TensorEntry, is_unicode
@@ -78,11 +78,7 @@ class Source:
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
         """The tensors as codecs take them."""
-        return {
-            name: Stored(name, entry.dtype, entry.shape)
-            for header in self.headers.values()
-            for name, entry in header.entries.items()
-        }
+        return stored_tensors(self.headers.values())
 
     @property
     def has_weights(self) -> bool:

@@ -236,21 +236,16 @@ class Rule:
     def placements(self) -> Iterator[Placement]:
         """The rule at every combination of its indices."""
         rows = {name: {value: row for row, value in enumerate(self.over[name])} for name in reversed(self.stacked)}
-        views: dict[tuple[int, ...], View] = {}
         for values in product(*self.over.values()):
             at = dict(zip(self.over, values, strict=True))
-            position = tuple(places[at[name]] for name, places in rows.items())
-            view = views.get(position)
-            if view is None:
-                view = self.leaf_view
-                for row, places in zip(position, rows.values(), strict=True):
-                    view = _row_of(view, row, len(places))
-                views[position] = view
+            view = self.leaf_view
+            for name, row_of in rows.items():
+                view = _row_view(view, row_of[at[name]], len(row_of))
             yield Placement(self.source.format_map(at), self.source_view, self.leaf.format_map(at), view)
 
 
 @lru_cache(maxsize=65536)
-def _row_of(view: View, row: int, rows: int) -> View:
+def _row_view(view: View, row: int, rows: int) -> View:
     """`View.prepend`: the rules of alike layers share their views."""
     return view.prepend(row, rows)
 

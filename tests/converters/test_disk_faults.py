@@ -9,6 +9,7 @@ import sys
 import pytest
 from failing_disk import mount
 from slowed_command import finish, interfere, partial
+from test_cli import dewconv_command
 
 POINTS = 8
 
@@ -204,7 +205,7 @@ def test_a_disk_that_cannot_read_at_many_points(tiny, tmp_path, work, verb):
         for point in range(1, POINTS, 2):
             for out, options in (("new", ()), ("old", ("--overwrite",))):
                 disk.good[name], disk.refused = point * size // POINTS // 4096 * 4096, 0
-                done = command(at, verb, seen, out, *options)
+                done = dewconv_command(verb, seen, out, *options, "--quiet", cwd=at)
                 assert (done.returncode, disk.refused > 0) == (2, True), done.stderr
                 assert "cannot be read" in done.stderr
                 assert "Traceback" not in done.stderr
@@ -212,7 +213,7 @@ def test_a_disk_that_cannot_read_at_many_points(tiny, tmp_path, work, verb):
                 assert tiny.files_of(at / "old") == before
                 assert partial(at) == []
         disk.good.clear()
-        done = command(at, verb, seen, "old", "--overwrite")
+        done = dewconv_command(verb, seen, "old", "--overwrite", "--quiet", cwd=at)
     assert done.returncode == 0, done.stderr
     back = at / "old"
     if verb == "import":
@@ -220,12 +221,6 @@ def test_a_disk_that_cannot_read_at_many_points(tiny, tmp_path, work, verb):
         back = tmp_path / "again"
         made = {"export": tiny.files_of(tmp_path / "back")}
     assert tiny.files_of(back) == made["export"]
-
-
-def command(cwd, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "dewconv", *map(str, arguments), "--quiet"], cwd=cwd, capture_output=True, text=True
-    )
 
 
 def test_a_side_file_that_goes_away_ends_the_import(tiny, tmp_path, work):
